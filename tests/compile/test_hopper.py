@@ -96,6 +96,28 @@ def test_tiles_of_192_queries(head_dim: int, feature: str) -> None:
     assert not any("S" in loop for loop in overlapped), what(facts)
 
 
+# Defaults between the powers of two: rows of V in wider pieces, and 128 keys a step.
+BETWEEN = {
+    (112, 112): {"block_m": 192, "block_n": 64, "num_stages": 4, "narrowest_v": 64},
+    (48, 48): {"block_m": 192, "block_n": 128, "num_stages": 3, "narrowest_v": 64},
+    (160, 160): {"block_m": 128, "block_n": 128, "num_stages": 2},
+    (176, 176): {"block_m": 128, "block_n": 64, "num_stages": 2, "narrowest_v": 64},
+    (192, 128): {"block_m": 128, "block_n": 128, "num_stages": 2},
+}
+
+
+@pytest.mark.parametrize("feature", ["plain", pytest.param("causal", marks=pytest.mark.full)])
+@pytest.mark.parametrize("widths", [(192, 128), *(pytest.param(w, marks=pytest.mark.full) for w in list(BETWEEN)[:4])])
+def test_tiles_of_widths_between_the_powers_of_two(widths: tuple[int, int], feature: str) -> None:
+    asked = hopper_job(widths[0], feature) | {"listing": True, "config": BETWEEN[widths]}
+    asked["problem"] |= {"head_dim_v": widths[1]}
+    (facts,) = compile_all([asked])
+    check(widths[0], feature, facts | {"spill_bytes": 0})
+    assert facts["spill_bytes"] <= 80, what(facts)
+    overlapped = [loop for loop in loops_over_keys(facts["listing"]) if re.fullmatch(r"H+[^H]+", loop)]
+    assert overlapped and not any("S" in loop for loop in overlapped), what(facts)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("feature", FEATURES)
 def test_matrix(feature: str) -> None:

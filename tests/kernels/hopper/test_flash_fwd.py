@@ -86,6 +86,31 @@ def test_widths_are_sums_of_powers_of_two(head_dim: int, expected: tuple[int, ..
     assert host.pieces(head_dim) == expected
 
 
+PADDED = {(48, 64): (64,), (80, 32): (64, 32), (112, 64): (128,), (160, 64): (128, 64), (176, 64): (128, 64),
+          (8, 32): (32,)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "narrowest"), PADDED, ids=str)
+def test_narrow_pieces_are_padded(head_dim: int, narrowest: int) -> None:
+    expected = PADDED[head_dim, narrowest]
+    assert host.pieces(head_dim, narrowest) == expected
+    problem, plain = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim), flash_fwd.Config(128, 64, 2)
+    for name, place in (("narrowest_k", 0), ("narrowest_v", 1)):
+        config = replace(plain, **{name: narrowest})
+        assert flash_fwd_configs.row_pieces(problem, config)[place] == expected
+        assert flash_fwd_configs.row_pieces(problem, config)[1 - place] == host.pieces(head_dim)
+        assert flash_fwd.smem_bytes(problem, H200, config) > flash_fwd.smem_bytes(problem, H200, plain)
+        assert flash_fwd.cost(problem, H200, config).flops > flash_fwd.cost(problem, H200, plain).flops
+
+
+@pytest.mark.parametrize(
+    ("widths", "block_n", "columns"), [((192, 128), 64, 128), ((192, 128), 128, 0), ((128, 192), 64, 192)]
+)
+def test_out_may_use_the_memory_of_the_first_pieces_of_q(widths: tuple[int, int], block_n: int, columns: int) -> None:
+    problem = replace(PROBLEM, head_dim=widths[0], head_dim_v=widths[1])
+    assert flash_fwd_configs.out_columns(problem, flash_fwd.Config(128, block_n, 2)) == columns
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -94,6 +119,7 @@ def test_widths_are_sums_of_powers_of_two(head_dim: int, expected: tuple[int, ..
         {"num_stages": 0},
         {"blocks_per_sm": 4},
         {"block_m": 128, "blocks_per_sm": 2},
+        {"narrowest_v": 8},
     ],
     ids=str,
 )
@@ -112,8 +138,9 @@ LARGE = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, batch=4, num_heads_q=16)
         ({"causal": Causal()}, (192, 64)),
         ({"window_size": (1024, 0)}, (192, 64)),
         ({"head_dim": 96, "head_dim_v": 96}, (192, 64)),
-        # Rows of three pieces, masks and float32 are no faster so.
-        ({"head_dim": 112, "head_dim_v": 112}, (128, 128)),
+        # Masks, float32, and rows of three pieces unless those of V are padded, are no faster so.
+        ({"head_dim": 112, "head_dim_v": 112}, (192, 64)),
+        ({"head_dim": 112, "head_dim_v": 64}, (128, 128)),
         ({"mask_shape": (1, 1, 4096, 4096)}, (128, 128)),
         ({"dtype": "float32", "precision": "tf32"}, (128, 128)),
         # 192 queries do not go round: one tile an SM, or none at all.
@@ -124,6 +151,39 @@ LARGE = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, batch=4, num_heads_q=16)
 def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expected: tuple[int, int]) -> None:
     config = flash_fwd.configs(replace(LARGE, **change), H200)[0]
     assert (config.block_m, config.block_n) == expected
+
+
+@pytest.mark.parametrize(
+    ("widths", "change", "expected"),
+    [
+        ((160, 160), {}, flash_fwd.Config(128, 128, 2)),
+        ((136, 144), {"causal": Causal()}, flash_fwd.Config(128, 128, 2)),
+        ((192, 128), {}, flash_fwd.Config(128, 128, 2)),
+        ((192, 128), {"seqlen_k": 2048}, flash_fwd.Config(128, 64, 2)),
+        ((192, 192), {}, flash_fwd.Config(128, 64, 2)),
+        ((256, 128), {}, flash_fwd.Config(128, 64, 2)),
+        ((160, 160), {"softcap": 30.0}, flash_fwd.Config(128, 64, 2)),
+        ((160, 160), {"window_size": (4096, 0)}, flash_fwd.Config(128, 64, 2)),
+        ((176, 176), {}, flash_fwd.Config(128, 64, 2, narrowest_v=64)),
+        ((112, 112), {}, flash_fwd.Config(192, 64, 4, narrowest_v=64)),
+        ((112, 104), {"seqlen_q": 128, "batch": 1}, flash_fwd.Config(128, 128, 2, narrowest_v=64)),
+        ((48, 48), {}, flash_fwd.Config(192, 128, 3, narrowest_v=64)),
+        ((48, 40), {"seqlen_k": 1024, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3, narrowest_v=64)),
+        ((48, 48), {"mask_shape": (1, 1, 4096, 4096)}, flash_fwd.Config(192, 128, 3)),
+        ((48, 48), {"dtype": "float32", "precision": "tf32"}, flash_fwd.Config(192, 128, 3)),
+        ((80, 80), {}, flash_fwd.Config(192, 64, 4)),
+    ],
+    ids=str,
+)
+def test_tiles_of_widths_between_the_powers_of_two(
+    widths: tuple[int, int], change: dict[str, Any], expected: flash_fwd.Config
+) -> None:
+    problem = replace(LARGE, head_dim=widths[0], head_dim_v=widths[1], **change)
+    config = flash_fwd.configs(problem, H200)[0]
+    assert config == expected
+    *_, said = flash_fwd_configs.notes(problem, H200, config)
+    assert ("rows of V are padded" in said) == (config.narrowest_v == 64)
+    assert "the table would choose another" not in " ".join(flash_fwd_configs.notes(problem, H200, config))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +397,8 @@ def test_a_captured_launch_shares_its_counter_with_nobody(dtype: torch.dtype) ->
 def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
     records = Path(__file__).parents[3] / "benchmarks" / "records"
     for rule in rules:
-        assert rule.configs and rule.gain and (records / rule.record).is_file(), rule.where
+        assert rule.configs and rule.gain, rule.where
+        assert (records / rule.record).is_file() or (rule.gain.startswith("predicted") and not rule.record), rule.where
     assert len({rule.where for rule in rules}) == len(rules)
 
 

@@ -38,15 +38,15 @@ def mappable(
 
 
 @cache
-def pieces(head_dim: int) -> tuple[int, ...]:
+def pieces(head_dim: int, narrowest: int = 16) -> tuple[int, ...]:
     """Returns the powers of two that add up to a row width, widest first: 80 = 64 + 16. A width that is not a sum of at
-    most three such powers, each at least 16, is padded with zeros, which TMA supplies."""
-    width = -(-head_dim // 16) * 16
+    most three such powers, each at least `narrowest`, is padded with zeros, which TMA supplies."""
+    width = -(-head_dim // narrowest) * narrowest
     while True:
-        parts = tuple(1 << bit for bit in range(8, 3, -1) if width & 1 << bit)
+        parts = tuple(1 << bit for bit in range(8, narrowest.bit_length() - 2, -1) if width & 1 << bit)
         if len(parts) <= MAX_PIECES:
             return parts
-        width += 16
+        width += narrowest
 
 
 def piece_maps(

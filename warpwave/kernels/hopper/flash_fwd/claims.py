@@ -17,8 +17,8 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     default,
     has_bias_cells,
     num_parts,
-    pieces,
     query_tiles,
+    row_pieces,
     smem_bytes,
 )
 from warpwave.kernels.prepass import mask_bits, scale_ahead
@@ -74,7 +74,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In
     float32 it includes what the preceding launches read, and the parts that they write."""
     size = DTYPE_BYTES[problem.dtype]
-    width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    width, width_v = map(sum, row_pieces(problem, config))
     visited = walk(problem, config.block_m, config.block_n, from_first=True).tiles
     # A warpgroup skips its tiles when all its rows lie past the end of the sequence.
     of_groups = config.block_m // config.groups

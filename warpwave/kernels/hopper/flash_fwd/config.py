@@ -16,6 +16,8 @@ SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
+# Widths of V whose narrow pieces are padded: products with 16 or 32 columns are taken to last as long as with 64.
+PADDED_VALUES = (48, 112, 176)
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,25 @@ class Config:
             num_stages: K and V tiles in flight: at least 2; at least 1 if float32 operands have several parts.
             blocks_per_sm: blocks that share an SM, its registers and its shared memory: 1 to 3; more than 1 requires
                 64 queries per block.
+            narrowest_v, narrowest_k: columns of the narrowest piece of a row of V, and of Q and K: 16, 32 or 64. With
+                wider ones rows are padded with zeros: 112 is 64 + 32 + 16, or one piece of 128.
     """
 
     block_m: int
     block_n: int
     num_stages: int
     blocks_per_sm: int = 1
+    narrowest_v: int = 16
+    narrowest_k: int = 16
 
     def __post_init__(self) -> None:
-        for name, allowed in (("block_m", (64, 128, 192)), ("block_n", (32, 64, 128)), ("blocks_per_sm", (1, 2, 3))):
+        for name, allowed in (
+            ("block_m", (64, 128, 192)),
+            ("block_n", (32, 64, 128)),
+            ("blocks_per_sm", (1, 2, 3)),
+            ("narrowest_v", (16, 32, 64)),
+            ("narrowest_k", (16, 32, 64)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
         if self.num_stages < 1:
@@ -75,23 +87,30 @@ def registers(config: Config) -> tuple[int, int]:
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
+def row_pieces(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the pieces of a row of Q and K, and those of a row of V."""
+    return pieces(problem.head_dim, config.narrowest_k), pieces(problem.head_dim_v, config.narrowest_v)
+
+
 def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
     """Returns the pieces in which a row of out is stored: those of a row of V, or two halves stored one after the
     other."""
-    of_values = pieces(problem.head_dim_v)
+    _, of_values = row_pieces(problem, config)
     return (128, 128) if out_columns(problem, config) == 128 and of_values == (256,) else of_values
 
 
 @by_kind
 def out_columns(problem: AttentionProblem, config: Config) -> int:
     """Returns how many columns of out have their own shared memory, so that the next block's Q loads during the last
-    product: all columns, half of 256, or none, in which case out reuses Q's memory. Worth 10 % at 16 x 1024
-    (head_dim 128)."""
+    product: all columns, half of 256, or none, in which case out reuses the memory of Q's first pieces. Worth 10 % at
+    16 x 1024 (head_dim 128)."""
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
-    width = sum(pieces(problem.head_dim_v))
-    if pieces(problem.head_dim) != pieces(problem.head_dim_v) or _smem(problem, config, width) <= limit:
+    of_queries, of_values = row_pieces(problem, config)
+    width = sum(of_values)
+    if of_queries[: len(of_values)] != of_values or _smem(problem, config, width) <= limit:
         return width
-    return 128 if pieces(problem.head_dim_v) == (256,) and _smem(problem, config, 128) <= limit else 0
+    halves = of_queries == of_values == (256,)
+    return 128 if halves and _smem(problem, config, 128) <= limit else 0
 
 
 @by_kind
@@ -102,7 +121,8 @@ def q_in_registers(problem: AttentionProblem, config: Config) -> int:
     1.009 times as fast at 16 x 1024 to 1 x 16384, full and causal. With a quarter in registers it takes 1.02 times as
     long, with half at head_dim 128 1.01 times. If scores need more work (masks, biases), registers run out.
     """
-    wide = problem.dtype != "float32" and pieces(problem.head_dim) == pieces(problem.head_dim_v) == (256,)
+    of_queries, of_values = row_pieces(problem, config)
+    wide = problem.dtype != "float32" and of_queries == of_values == (256,)
     bare = problem.mask_shape is problem.bias_shape is problem.alibi_shape is None and problem.softcap == 0.0
     bare = bare and problem.window_size == (-1, -1) and not problem.packed
     return 128 if wide and bare and (config.block_m, config.block_n) == (128, 64) else 0
@@ -117,7 +137,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1) -> int:
-    width, width_v = sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
+    width, width_v = map(sum, row_pieces(problem, config))
     elements = config.block_m * (width + out_columns) + config.num_stages * config.block_n * (width + width_v)
     beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
     return 2 * parts * elements + beside + 2048  # 2048 for barriers and reductions
@@ -138,7 +158,7 @@ def values_first(problem: AttentionProblem, config: Config) -> bool:
     """
     if config.groups == 1 and (config.blocks_per_sm < 3 or problem.dtype == "float32"):
         return False
-    return sum(pieces(problem.head_dim_v)) <= 128 and not has_bias_cells(problem)
+    return sum(row_pieces(problem, config)[1]) <= 128 and not has_bias_cells(problem)
 
 
 # Choice of a config ---------------------------------------------------------------------------------------------------
@@ -172,7 +192,17 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
     rules = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
-    return [(rule, next((c for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other)) for rule in rules]
+    return [
+        (rule, next((_padded(call, c) for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other))
+        for rule in rules
+    ]
+
+
+def _padded(call: Call, config: Config) -> Config:
+    """Returns the config with rows of V in wider pieces if that is predicted to be faster, and fits. Not run on a
+    GPU."""
+    wider = replace(config, narrowest_v=64)
+    return wider if call.pads_values and _fits_shared_memory(call.problem, call.gpu, wider) else config
 
 
 @by_kind
@@ -206,7 +236,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     accumulator."""
     if not _fits_shared_memory(problem, gpu, config):
         return False
-    width_v, block_n, parts = sum(pieces(problem.head_dim_v)), config.block_n, num_parts(problem, gpu)
+    width_v, block_n, parts = sum(row_pieces(problem, config)[1]), config.block_n, num_parts(problem, gpu)
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
     if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (split_float32.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
@@ -216,17 +246,17 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 
 
 @by_kind
-def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int]:
-    """Returns the width of a tile, the parts of an operand, and the bytes of a score's bias."""
-    return _width(problem), num_parts(problem, gpu), bias_bytes(problem)
+def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int, int]:
+    """Returns the width of a tile, that of V, the parts of an operand, and the bytes of a score's bias."""
+    return _width(problem), sum(pieces(problem.head_dim_v)), num_parts(problem, gpu), bias_bytes(problem)
 
 
 class Call:
     """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
-        self.problem, self.num_sms = problem, gpu.num_sms or NUM_SMS
-        self.width, self.parts, self.bias_bytes = _facts(problem, gpu)
+        self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
+        self.width, self.width_v, self.parts, self.bias_bytes = _facts(problem, gpu)
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the queries that the busiest SM processes if all blocks take equally long."""
@@ -262,11 +292,22 @@ class Call:
         return p.dtype != "float32" and not p.packed and p.mask_shape is p.bias_shape is None
 
     @property
+    def is_bare(self) -> bool:
+        """Returns whether scores also need no more work than a causal mask."""
+        p = self.problem
+        return self.is_plain and p.alibi_shape is None and p.softcap == 0.0 and p.window_size == (-1, -1)
+
+    @property
+    def pads_values(self) -> bool:
+        """Returns whether narrow pieces of V are padded."""
+        return self.is_plain and self.width_v in PADDED_VALUES
+
+    @property
     def suits_192(self) -> bool:
         """Returns whether the busiest SM gets about as many queries from blocks of 192 as from blocks of 128. Measured
         ratios: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384."""
         more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
-        return len(pieces(self.width)) < 3 and more <= (1.13 if self.width > 96 else 1.06)
+        return (len(pieces(self.width)) < 3 or self.pads_values) and more <= (1.13 if self.width > 96 else 1.06)
 
 
 TUNING = "2026-11-21-h200-hopper-flash-fwd-tuning.log"
@@ -311,6 +352,13 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(128, 64, 2),),
         "three stages leave no shared memory for out: 0.97 times as fast",
         MASKS,
+    ),
+    Rule(
+        "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, more than 2,048 keys",
+        lambda c: 128 < c.width <= (192 if c.width_v <= 128 else 160) and c.is_bare and c.reach > SHORT_KEYS,
+        (Config(128, 128, 2),),
+        "predicted 1.03 to 1.08 times as fast as 64 keys a step, and not run: a product of scores reads 96 bytes of "
+        "shared memory a clock instead of 128, which is the maximum",
     ),
     Rule(
         "head_dim 129 to 256",
@@ -412,4 +460,8 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
-    return [note(rule_of(problem, gpu), config)]
+    chosen = [note(rule_of(problem, gpu), replace(config, narrowest_v=16))]
+    if config.narrowest_v == 16:
+        return chosen
+    of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
+    return [*chosen, f"rows of V are padded to {of_values} columns: predicted to be faster than narrower pieces"]

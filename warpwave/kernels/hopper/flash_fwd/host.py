@@ -25,6 +25,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     q_in_registers,
     query_tiles,
     registers,
+    row_pieces,
     smem_bytes,
     values_first,
 )
@@ -215,10 +216,11 @@ def _plans(
     """Returns the tensor maps of q, k, v and out, host.MAX_PIECES each, and of the bias. Maps of K and V end
     after the last key that a query sees."""
     plans: list[tensor_maps.MapPlan | None] = []
-    for source, tensor in enumerate((*operands[:3], out)):
+    of_keys, of_values = row_pieces(problem, config)
+    widths = (of_keys, of_keys, of_values, out_pieces(problem, config))
+    for source, (tensor, parts) in enumerate(zip((*operands[:3], out), widths, strict=True)):
         rows = host.keys_end(problem) if source in (1, 2) else None
         shape, strides = host.seen(tensor, problem.packed, rows)
-        parts = out_pieces(problem, config) if source == 3 else host.pieces(shape[-1])
         plans += host.piece_maps(source, shape, strides, config.block_n if source in (1, 2) else ROWS.value, parts)
     return [*plans, _bias_plan(operands.bias, config)]
 
@@ -241,7 +243,7 @@ def _plans_of_parts(
             rows = max(1, host.keys_end(problem))
         of_tile = config.block_n if source > 0 else ROWS.value
         shape = (batch, heads, rows, width)
-        plans += host.piece_maps(source, shape, tensor.stride(), of_tile, host.pieces(width))
+        plans += host.piece_maps(source, shape, tensor.stride(), of_tile, row_pieces(problem, config)[source == 2])
     return [*plans, *[None] * (host.MAX_PIECES + 1)]  # no maps for out and the bias
 
 
@@ -293,7 +295,7 @@ def _specify_parts(
 ) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
     """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
     maps."""
-    widths = sum(host.pieces(problem.head_dim)), sum(host.pieces(problem.head_dim_v))
+    widths = [sum(found) for found in row_pieces(problem, config)]
     arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
     if count == 1:
         _refuse_one_stage(problem, config)
