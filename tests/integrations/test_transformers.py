@@ -524,6 +524,31 @@ def test_removing_restores() -> None:
         model(**inputs)
 
 
+def test_registrations_are_removed_in_any_order() -> None:
+    import transformers
+
+    interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
+    before = [dict(i()) for i in interfaces]
+    for order in ((0, 1), (1, 0), (0, 0, 1)):
+        registrations = [door.register("twice"), door.register("twice")]
+        for i in order[:-1]:
+            registrations[i].remove()
+            assert all("twice" in interface() for interface in interfaces), order
+        registrations[order[-1]].remove()
+        assert [dict(i()) for i in interfaces] == before, order
+    # What others gave the name to, before or since, stays.
+    theirs, later = (lambda *given: None), (lambda *given: None)
+    interfaces[0].register("twice", theirs)
+    removed = door.register("twice")
+    removed.remove()
+    assert interfaces[0]()["twice"] is theirs and "twice" not in interfaces[1]()
+    removed = door.register("twice")
+    interfaces[0].register("twice", later)
+    removed.remove()
+    assert interfaces[0]()["twice"] is later and "twice" not in interfaces[1]()
+    interfaces[0]._global_mapping.pop("twice")
+
+
 def test_the_table_of_families_is_current() -> None:
     page = PAGE.read_text()
     assert page == page_with_table(page), "run python -m tests.integrations.families"
