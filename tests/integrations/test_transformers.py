@@ -154,8 +154,9 @@ def test_64_greedy_tokens(name: str, cache: str, side: str | None) -> None:
 def test_beams_and_chunked_prefill() -> None:
     eager, mine = generated("Gemma-2", 8, "dynamic", "left", num_beams=3)
     assert torch.equal(mine, eager)
-    eager, mine = generated("Mistral", 8, "dynamic", None, prefill_chunk_size=4)
-    assert torch.equal(mine, eager)
+    for cache, side in (("dynamic", None), ("static", None), ("static", "left")):
+        eager, mine = generated("Mistral", 8, cache, side, prefill_chunk_size=4)
+        assert torch.equal(mine, eager), (cache, side)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-OSS"])

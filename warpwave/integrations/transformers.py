@@ -164,6 +164,10 @@ def make_mask(
         (batch, 1, keys or 0, 2 + left, 2 + right): hides keys by padding, as (batch, keys) above; 0 keys hide nothing.
         (batch, 1, seqlen_q, keys, 2 + left, 2 + right): all of the mask of packed documents.
     """
+    if attention_mask is not None and not torch.compiler.is_compiling() and attention_mask in _patterns:
+        # `generate` makes the mask of a static cache before the model does, which takes two axes for padding of all
+        # tokens. A window's mask begins at kv_offset.
+        return attention_mask
     mask_function = mask_function or _masking.causal_mask_function
     tracing = torch.compiler.is_compiling() or _is_traced(attention_mask, q_offset)
     skips = (allow_is_causal_skip, allow_is_bidirectional_skip)
