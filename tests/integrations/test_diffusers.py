@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from typing import Any
 
 import pytest
@@ -169,6 +171,16 @@ def test_processors_that_came_later_stay() -> None:
     model.set_attn_processor({**model.attn_processors, first: own})
     routing.remove()
     assert model.attn_processors[first] is own and model.attn_processors[second] is before[second]
+
+
+def test_a_routed_model_is_copied_and_pickled(calls: list[Any]) -> None:
+    model, inputs = make("UNet")
+    door.route(model)
+    first = model(**inputs).sample
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.clear()
+        assert torch.equal(copied(**inputs).sample, first) and calls
+        assert copied.attn_processors.keys() == model.attn_processors.keys()
 
 
 def test_what_cannot_be_routed_is_refused() -> None:

@@ -443,6 +443,21 @@ def test_pages_of_a_contiguous_cache_are_views() -> None:
         caches.contiguous(k[:, :0], v[:, :0])
 
 
+def test_rows_that_share_one_cache() -> None:
+    q, (k, v) = torch.randn(3, 1, 4, 16), torch.randn(2, 1, 24, 2, 16)
+    shared = [t.expand(3, -1, -1, -1) for t in (k, v)]
+    said: Any = {"cache_seqlens": torch.tensor([5, 24, 1], dtype=torch.int32)}
+    own = [t.contiguous() for t in shared]
+    assert_close(
+        flash_attn.flash_attn_with_kvcache(q, *shared, **said), flash_attn.flash_attn_with_kvcache(q, *own, **said)
+    )
+
+
+def test_no_softcap_is_none_too() -> None:
+    q, k, v = qkv((5, 7))
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, softcap=None), flash_attn.flash_attn_func(q, k, v))
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 

@@ -149,6 +149,28 @@ def test_autocast_casts_as_torch_does(none_declined: None) -> None:
         assert_as_torch(given, torch.randn(3, 6))
         assert pytorch.scaled_dot_product_attention(*given).dtype == torch.bfloat16
         assert_as_torch([t.double() for t in given])
+        # Keys that stayed float32, as rotary embeddings leave them, values that a linear layer cast, and another mask.
+        q, k, v = given
+        assert_as_torch([q, k.half(), v.bfloat16()], torch.randn(3, 6).half())
+
+
+def test_meta_tensors(none_declined: None) -> None:
+    q, k, v = (t.to("meta") for t in tensors(SHAPES["4 axes"]))
+    assert pytorch.scaled_dot_product_attention(q, k, v).shape == TORCHS(q, k, v).shape
+
+
+def test_torch_answers_one_batch_beside_none() -> None:
+    """Which of the two batches torch's result has depends on the backend."""
+    q, k, v = tensors(SHAPES["4 axes"])
+    for given in ((q[:0], k[:1], v[:1]), (q[:1], k[:0], v[:0])):
+        assert_as_torch(given)
+
+
+def test_a_boolean_is_a_number_as_in_torch() -> None:
+    """torch takes booleans for its numbers, warpwave does not: torch answers."""
+    q, k, v = tensors(SHAPES["4 axes"])
+    for options in ({"dropout_p": False}, {"scale": True}):
+        assert torch.equal(pytorch.scaled_dot_product_attention(q, k, v, **options), TORCHS(q, k, v, **options))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:There is a performance drop")

@@ -154,8 +154,9 @@ def test_64_greedy_tokens(name: str, cache: str, side: str | None) -> None:
 def test_beams_and_chunked_prefill() -> None:
     eager, mine = generated("Gemma-2", 8, "dynamic", "left", num_beams=3)
     assert torch.equal(mine, eager)
-    eager, mine = generated("Mistral", 8, "dynamic", None, prefill_chunk_size=4)
-    assert torch.equal(mine, eager)
+    for cache, side in (("dynamic", None), ("static", None), ("static", "left")):
+        eager, mine = generated("Mistral", 8, cache, side, prefill_chunk_size=4)
+        assert torch.equal(mine, eager), (cache, side)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-OSS"])
@@ -522,6 +523,31 @@ def test_removing_restores() -> None:
     removed.remove()
     with pytest.raises(KeyError, match="another"):
         model(**inputs)
+
+
+def test_registrations_are_removed_in_any_order() -> None:
+    import transformers
+
+    interfaces = (transformers.AttentionInterface, transformers.AttentionMaskInterface)
+    before = [dict(i()) for i in interfaces]
+    for order in ((0, 1), (1, 0), (0, 0, 1)):
+        registrations = [door.register("twice"), door.register("twice")]
+        for i in order[:-1]:
+            registrations[i].remove()
+            assert all("twice" in interface() for interface in interfaces), order
+        registrations[order[-1]].remove()
+        assert [dict(i()) for i in interfaces] == before, order
+    # What others gave the name to, before or since, stays.
+    theirs, later = (lambda *given: None), (lambda *given: None)
+    interfaces[0].register("twice", theirs)
+    removed = door.register("twice")
+    removed.remove()
+    assert interfaces[0]()["twice"] is theirs and "twice" not in interfaces[1]()
+    removed = door.register("twice")
+    interfaces[0].register("twice", later)
+    removed.remove()
+    assert interfaces[0]()["twice"] is later and "twice" not in interfaces[1]()
+    interfaces[0]._global_mapping.pop("twice")
 
 
 def test_the_table_of_families_is_current() -> None:

@@ -54,7 +54,7 @@ def _table(rows: int, step: int, count: int, device: torch.device) -> torch.Tens
     table = _tables.get(key)
     if table is None:
         with torch.inference_mode(False):
-            begin = torch.arange(0, rows * step, max(1, step), dtype=torch.int32, device=device)[:rows]
+            begin = torch.arange(rows, dtype=torch.int32, device=device) * step
             table = begin[:, None] + torch.arange(count, dtype=torch.int32, device=device)
         # Memory from a graph's pool is overwritten by the graph's later kernels.
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():

@@ -108,7 +108,13 @@ def _routed_class(of: Any) -> Any:
         finally:
             F.scaled_dot_product_attention = before
 
-    return type(of.__name__, (of, _Routed), {"__call__": call, "__module__": of.__module__})
+    def reduce(self: Any) -> Any:  # pickle and deepcopy: the class has no name of its own in a module
+        plain = object.__new__(of)
+        plain.__dict__.update(self.__dict__)
+        return _routed, (plain,)
+
+    body = {"__call__": call, "__reduce__": reduce, "__module__": of.__module__}
+    return type(of.__name__, (of, _Routed), body)
 
 
 class _Route(TorchFunctionMode):

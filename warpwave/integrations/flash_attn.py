@@ -44,7 +44,7 @@ def options(
     softmax_scale: float | None,
     causal: bool,
     window_size: Window,
-    softcap: float,
+    softcap: float | None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def options(
         "softmax_scale": softmax_scale,
         "causal": bool(causal),
         "window_size": (left, right),
-        "softcap": max(0.0, softcap),
+        "softcap": max(0.0, softcap or 0.0),
         "alibi_slopes": alibi_slopes,
         "sinks": None if sinks is None else sinks.float(),
     }

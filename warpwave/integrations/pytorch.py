@@ -104,11 +104,10 @@ def scaled_dot_product_attention(
     if without_heads:
         query, key, value = query[:, None], key[:, None], value[:, None]
         attn_mask = attn_mask[:, None] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)  # as autocast does for torch's function
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(dtype)
+    cast = _autocast_dtype(query)
+    if cast is not None:
+        query, key, value = (t.to(_cast_dtype(t, cast)) for t in (query, key, value))
+        attn_mask = None if attn_mask is None else attn_mask.to(_cast_dtype(attn_mask, cast))
     query, key, value = _broadcast(query, key, value)
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
@@ -142,16 +141,18 @@ def _why_not(
         return "a nested or sparse tensor"
     if any(t.device != query.device for t in given) or query.device.type not in ("cpu", "cuda", "meta"):
         return "the device"
-    if query.dtype not in _FLOATS or key.dtype != query.dtype or value.dtype != query.dtype:
+    cast = _autocast_dtype(query)
+    dtype = _cast_dtype(query, cast)
+    if dtype not in _FLOATS or _cast_dtype(key, cast) != dtype or _cast_dtype(value, cast) != dtype:
         return "the dtypes"
-    if not (isinstance(dropout_p, (int, float)) and 0.0 <= dropout_p < 1.0):
+    if isinstance(dropout_p, bool) or not (isinstance(dropout_p, (int, float)) and 0.0 <= dropout_p < 1.0):
         return "dropout_p"
-    if scale is not None and not (isinstance(scale, (int, float)) and abs(scale) <= LARGEST):
+    if isinstance(scale, bool) or not (scale is None or (isinstance(scale, (int, float)) and abs(scale) <= LARGEST)):
         return "the scale"
     if attn_mask is not None:
         if is_causal:
             return "attn_mask together with is_causal"
-        if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        if _cast_dtype(attn_mask, cast) not in (torch.bool, torch.float32, dtype):
             return "the dtype of attn_mask"
     return _why_not_shapes(query, key, value, attn_mask, enable_gqa)
 
@@ -166,7 +167,7 @@ def _why_not_shapes(
     if of_q[-1] != of_k[-1] or of_k[-2] != of_v[-2] or 0 in (of_q[-1], of_v[-1]):
         return "the shapes"
     batches = {of_q[0], of_k[0], of_v[0]} - {1}
-    if len(batches) > 1:
+    if len(batches) > 1 or (0 in batches and not of_q[0] == of_k[0] == of_v[0]):
         return "the shapes"
     batch, heads = max(of_q[0], of_k[0], of_v[0]), 1
     if axes == 4:
@@ -193,6 +194,21 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
     for tracing are no such subclass."""
     kind = type(tensor)
     return kind not in (torch.Tensor, torch.nn.Parameter) and not kind.__module__.startswith("torch._subclasses")
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype to which autocast casts arguments of torch's function, None where it is off."""
+    device = tensor.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast has no state for the meta device
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast_dtype(tensor: torch.Tensor, cast: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of a tensor behind autocast, which leaves float64 and booleans."""
+    if cast is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor.dtype
+    return cast
 
 
 def _broadcast(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -44,22 +45,36 @@ NEED_DENSE_MASKS = frozenset(("diffusion_gemma", "doge", "dots3_note", "falcon",
 _masking: Any = None  # transformers.masking_utils, once something is registered: compiled code cannot import
 
 
+_registering = threading.Lock()
+# name -> registrations that are not removed, and transformers' interfaces with what the name meant before the first
+_registered: dict[str, tuple[int, list[tuple[Any, Any]]]] = {}
+
+
 class Registration:
     """The two functions under a name in transformers, until `remove`."""
 
-    def __init__(self, name: str, previous: list[tuple[Any, Any]]) -> None:
-        """Takes transformers' two interfaces, each with what the name meant there before."""
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._previous = previous
+        self._removed = False
 
     def remove(self) -> None:
-        """Restores what the name meant before. Models that still use the name raise a KeyError. May be called again."""
-        for interface, previous in self._previous:
-            if previous is None:
-                interface._global_mapping.pop(self.name, None)  # transformers has no public way to remove a name
-            else:
-                interface.register(self.name, previous)
-        self._previous = []
+        """Restores what the name meant before, once no other registration of the name is left. Models that still use
+        the name raise a KeyError then. May be called again. Functions that others registered since stay."""
+        with _registering:
+            if self._removed:
+                return
+            self._removed = True
+            count, before = _registered.pop(self.name)
+            if count > 1:
+                _registered[self.name] = count - 1, before
+                return
+            for interface, previous in before:
+                if interface().get(self.name) not in (attend, make_mask):
+                    continue
+                if previous is None:
+                    interface._global_mapping.pop(self.name)  # transformers has no public way to remove a name
+                else:
+                    interface.register(self.name, previous)
 
 
 def register(name: str = "warpwave") -> Registration:
@@ -78,10 +93,12 @@ def register(name: str = "warpwave") -> Registration:
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
         raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
     interfaces = _interfaces()
-    previous = [(interface, interface().get(name)) for interface in interfaces]
-    for interface, function in zip(interfaces, (attend, make_mask), strict=True):
-        interface.register(name, function)
-    return Registration(name, previous)
+    with _registering:
+        count, before = _registered.get(name, (0, [(interface, interface().get(name)) for interface in interfaces]))
+        for interface, function in zip(interfaces, (attend, make_mask), strict=True):
+            interface.register(name, function)
+        _registered[name] = count + 1, before
+    return Registration(name)
 
 
 def _interfaces() -> tuple[Any, Any]:
@@ -147,6 +164,10 @@ def make_mask(
         (batch, 1, keys or 0, 2 + left, 2 + right): hides keys by padding, as (batch, keys) above; 0 keys hide nothing.
         (batch, 1, seqlen_q, keys, 2 + left, 2 + right): all of the mask of packed documents.
     """
+    if attention_mask is not None and not torch.compiler.is_compiling() and attention_mask in _patterns:
+        # `generate` makes the mask of a static cache before the model does, which takes two axes for padding of all
+        # tokens. A window's mask begins at kv_offset.
+        return attention_mask
     mask_function = mask_function or _masking.causal_mask_function
     tracing = torch.compiler.is_compiling() or _is_traced(attention_mask, q_offset)
     skips = (allow_is_causal_skip, allow_is_bidirectional_skip)
@@ -432,7 +453,9 @@ def _check(others: Mapping[str, Any]) -> None:
     """Raises UnsupportedProblem for what would be computed without one of the model's arguments."""
     for name, argument in others.items():
         if name not in NO_EFFECT and argument is not None and argument is not False:
-            raise UnsupportedProblem(f"the model passes {name}, which warpwave does not know", {}, "another model")
+            raise UnsupportedProblem(
+                f"the model passes {name}, which warpwave does not know", {}, "attn_implementation='eager'"
+            )
 
 
 def _sinks(s_aux: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
