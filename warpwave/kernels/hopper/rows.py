@@ -25,6 +25,19 @@ def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
 
 
 @jit
+def zero_head(pieces, tile, unseen):
+    """Zeroes the first `unseen` rows of a tile, at most 16: with dropout, tiles may begin before what
+    is seen first (dropout.py), and 0 times NaN is NaN. Every consumer does so itself; they write the same values."""
+    for i in gl.static_range(len(pieces)):
+        head = matrix(pieces[i].index(tile)).slice(0, 16, dim=0)
+        layout: gl.constexpr = row_vectors(head.shape[1])
+        seen = gl.arange(0, 16, gl.SliceLayout(1, layout)) >= unseen
+        values = head.load(layout)
+        head.store(gl.where(seen[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+
+
+@jit
 def zero_rows(x, rows_used):
     """Zeroes the rows of x, in shared memory, from `rows_used` on."""
     layout: gl.constexpr = row_vectors(x.shape[1])

@@ -35,7 +35,9 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
         found += precision.why_not(problem, gpu, ABLE)
-    found += reasons.of_gradients(problem) + reasons.of_dropout(problem)
+    found += reasons.of_gradients(problem)
+    if problem.dropout_p and (problem.dtype == "float32" or max(problem.head_dim, problem.head_dim_v) > 256):
+        found.append("it has dropout only in 16-bit types up to head_dim 256, where gradients are its own too")
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM[problem.dtype]:
             found.append(
