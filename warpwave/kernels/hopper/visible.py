@@ -56,7 +56,7 @@ class Rules:
         HEAD_DIM_V,
         Q_IN_REGISTERS=0,
         ALIGN_KEYS=False,
-        dropout=(),
+        dropout=None,
     ):
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -78,7 +78,7 @@ class Rules:
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.ALIGN_KEYS = gl.constexpr(ALIGN_KEYS)
-        self.dropout = dropout
+        self.dropout = gl.tuple([]) if dropout is None else dropout
 
 
 @jit

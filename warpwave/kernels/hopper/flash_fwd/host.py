@@ -31,7 +31,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
-from warpwave.problem import AttentionProblem, AnyOperands
+from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime import graphs, launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS
 
