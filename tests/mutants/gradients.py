@@ -216,16 +216,19 @@ MASKS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_masks_on_a_cpu"
 BIASES_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_biases_on_a_cpu"
 NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbour_stays_there"
 DROPPED_BY_GRADIENTS = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_gradients_drop_the_pairs_of_the_contract"
+DROPPED_BY_FORWARD = "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_forward_drops_the_pairs_of_the_contract"
 DROPPED_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_dropout_on_a_cpu"
 OF_HOPPER_DROPOUT = [
     Mutant(
         "hopper dropout: the second half of a tile drops as the first", "kernels/hopper/flash_bwd/joint.py",
-        "p1 = signed(p1, row_first + HALF, key_first, True, rules)", "p1 = signed(p1, row_first, key_first, True, rules)",
+        "p1 = signed(p1, row_first + HALF, key_first, True, rules)",
+        "p1 = signed(p1, row_first, key_first, True, rules)",
         DROPPED_ON_CPU, "causal and not 40 and not 128", "FAIL B1 maximum of dv",
     ),
     Mutant(
         "hopper dropout: the second half of columns drops as the first", "kernels/hopper/dropout.py",
-        "second = drop(second, dropout, row_first + half, key_first,", "second = drop(second, dropout, row_first, key_first,",
+        "second = drop(second, dropout, row_first + half, key_first,",
+        "second = drop(second, dropout, row_first, key_first,",
         DROPPED_BY_GRADIENTS, "128", "torch.equal",
     ),
     Mutant(
@@ -252,7 +255,7 @@ OF_HOPPER_DROPOUT = [
     Mutant(
         "hopper dropout: out not scaled", "kernels/hopper/flash_fwd/consumer.py",
         "factor = factor * rules.dropout.scale", "factor = factor * 1.0",
-        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_forward_drops_the_pairs_of_the_contract", "0.5", "not close",
+        DROPPED_BY_FORWARD, "0.5", "not close",
     ),
 ]  # fmt: skip
 HOPPER_BACKWARD = [
