@@ -29,6 +29,10 @@ SPILL_BOUNDS = {
 }
 
 
+# With dropout by head_dim, in 3.6 and 3.7: beside the loops that overlap, but for up to 12 bytes.
+SPILLED_WITH_DROPOUT = {64: 64, 128: 64, 256: 128}
+
+
 def spill_bound(head_dim: int, feature: str) -> int:
     """With 3.9 up to 72 bytes where others take none, 176 at (256, "alibi"), and at (96, "packed") and (112, "packed")
     368: none in a loop that overlaps."""
@@ -75,6 +79,21 @@ def check(head_dim: int, feature: str, facts: dict[str, Any]) -> None:
 def test_sample(head_dim: int, feature: str) -> None:
     (facts,) = compile_all([hopper_job(head_dim, feature)])
     check(head_dim, feature, facts)
+
+
+@pytest.mark.parametrize("head_dim", [128, *(pytest.param(d, marks=pytest.mark.full) for d in (64, 256))])
+def test_dropout(head_dim: int) -> None:
+    """A call of Philox serves four pairs, and its products are of 64 bits."""
+    a_job = hopper_job(head_dim, "causal") | {"listing": True}
+    a_job["problem"] = {**a_job["problem"], "dropout_p": 0.1}
+    (facts,) = compile_all([a_job])
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+    assert facts["spill_bytes"] <= SPILLED_WITH_DROPOUT[head_dim], facts["spill_bytes"]
+    config = facts["config"]
+    # Each consumer has three tiles in its code: the first, one that overlaps and one that does not.
+    calls = 3 * config["block_m"] // 64 * config["block_n"] // 8
+    products = len(re.findall(r"IMAD\.(?:WIDE|HI)\.U32", facts["listing"]))
+    assert products <= 14 * calls, f"{products} products for {calls} calls"
 
 
 # What large calls from head_dim 65 to 128 take: three warpgroups, 160 registers a thread.

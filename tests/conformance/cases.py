@@ -364,6 +364,11 @@ DROPOUT = [
     Case(dropout=0.9, lengths=(49, 70), sinks=True, alibi="heads", window=(W, W)),
     Case(dropout=0.1, dtype="float32:default", lengths=(40, 70), mask="full", bias="heads", softcap=15.0, batch=2),
     Case(dropout=0.3, lengths=(65, 70), packed=True, batch=5, heads=(3, 1), causal="top_left"),
+    # Of Hopper's kernels: launches together and apart, and tiles that begin before what is seen first.
+    Case(dropout=0.1, dtype="bfloat16", lengths=(150, 141), dims=(128, 128), heads=(4, 2), causal="bottom_right"),
+    Case(dropout=0.4, lengths=(70, 205), dims=(64, 64), batch=2, window=(20, 7), softcap=15.0),
+    Case(dropout=0.2, lengths=(65, 130), dims=(192, 128), mask="full", bias="heads"),
+    Case(dropout=0.6, dtype="bfloat16", lengths=(90, 75), dims=(256, 256), packed=True, batch=3, causal="bottom_right"),
 ]
 
 

@@ -292,7 +292,7 @@ def test_a_strided_seed_is_read_by_its_strides() -> None:
     assert bits(found[0]) == bits(found[1])
 
 
-REFUSING = [name for name in KERNELS if name not in ("flash_fwd", "eager")]
+REFUSING = [name for name in KERNELS if name not in ("flash_fwd", "hopper/flash_fwd", "eager")]
 
 
 @pytest.mark.parametrize("kernel", REFUSING)
@@ -304,10 +304,22 @@ def test_other_kernels_refuse(kernel: str, arch: str) -> None:
     )  # fmt: skip
     reasons = KERNELS[kernel].why_not(problem, Gpu.for_arch(arch))
     assert any("dropout" in reason for reason in reasons)
-    assert dispatch.choose(problem, Gpu.for_arch(arch)).kernel is flash_fwd
-    refused = [m for m in dispatch.GRADIENT_KERNELS if m not in dispatch.gradient_kernels(problem, Gpu.for_arch(arch))]
-    assert refused == [dispatch.hopper_flash_bwd]
-    assert any("dropout" in reason for reason in refused[0].why_not(problem, Gpu.for_arch(arch)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_the_kernels_that_serve(arch: str, dtype: str) -> None:
+    problem = AttentionProblem(
+        batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=8, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        dtype=dtype, softmax_scale=0.125, dropout_p=0.1,
+    )  # fmt: skip
+    gpu, hopper = Gpu.for_arch(arch), dispatch.hopper_flash_fwd
+    on_hopper = arch == "sm_90" and dtype == "bfloat16"
+    assert dispatch.choose(problem, gpu).kernel is (hopper if on_hopper else flash_fwd)
+    assert dispatch.gradient_kernels(problem, gpu)[0] is (dispatch.hopper_flash_bwd if on_hopper else flash_bwd)
+    assert on_hopper == (not hopper.why_not(problem, gpu))
+    if arch == "sm_90" and not on_hopper:
+        assert hopper.why_not(problem, gpu) == ["it has dropout only in 16-bit types and up to head_dim 256"]
 
 
 def test_above_every_tile_eager_serves() -> None:
@@ -535,13 +547,12 @@ def test_explain_on_hopper_names_kernels_with_dropout() -> None:
     from warpwave.workbench.hardware import catalog
 
     problem = AttentionProblem(
-        batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=2, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=2, num_heads_kv=2, head_dim=64, head_dim_v=64,
         dtype="bfloat16", softmax_scale=0.125, dropout_p=0.1, requires_grad=True,
     )  # fmt: skip
     found = warpwave.explain(problem, gpu=catalog.resolve("h200"))
-    assert (found.kernel, found.gradients) == ("flash_fwd", "flash_bwd") and found.backward is not None
-    assert found.reasons["hopper/flash_fwd"] == ["it has no dropout; flash_fwd has"]
-    assert found.backward.reasons["hopper/flash_bwd"] == ["it has no dropout; flash_bwd has"]
+    assert (found.kernel, found.gradients) == ("hopper/flash_fwd", "hopper/flash_bwd")
+    assert found.reasons["hopper/large_head_dim"] == ["it has no dropout; flash_fwd has"]
     assert "predicted  none: the model does not count the random numbers of dropout" in str(found)
 
 

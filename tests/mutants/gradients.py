@@ -215,6 +215,49 @@ BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol
 MASKS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_masks_on_a_cpu"
 BIASES_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_biases_on_a_cpu"
 NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbour_stays_there"
+DROPPED_BY_GRADIENTS = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_gradients_drop_the_pairs_of_the_contract"
+DROPPED_BY_FORWARD = "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_forward_drops_the_pairs_of_the_contract"
+DROPPED_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_dropout_on_a_cpu"
+OF_HOPPER_DROPOUT = [
+    Mutant(
+        "hopper dropout: the second half of a tile drops as the first", "kernels/hopper/flash_bwd/joint.py",
+        "p1 = signed(p1, row_first + HALF, key_first, True, rules)",
+        "p1 = signed(p1, row_first, key_first, True, rules)",
+        DROPPED_ON_CPU, "causal and not 40 and not 128", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "hopper dropout: the second half of columns drops as the first", "kernels/hopper/dropout.py",
+        "second = drop(second, dropout, row_first + half, key_first,",
+        "second = drop(second, dropout, row_first, key_first,",
+        DROPPED_BY_GRADIENTS, "128", "torch.equal",
+    ),
+    Mutant(
+        "hopper dropout: queries and keys exchanged in a transposed tile", "kernels/hopper/dropout.py",
+        "if KEYS_FIRST:\n            rows = across\n            keys = upright",
+        "if KEYS_FIRST:\n            rows = upright\n            keys = across",
+        DROPPED_BY_GRADIENTS, "128", "torch.equal",
+    ),
+    Mutant(
+        "hopper dropout: dv of launches apart not scaled", "kernels/hopper/flash_bwd/dkv.py",
+        "result = times(result, rules.dropout.scale)", "result = times(result, 1.0)",
+        DROPPED_ON_CPU, "causal and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "hopper dropout: dP not scaled", "kernels/hopper/flash_bwd/steps.py",
+        "dp * rules.dropout.scale - delta)", "dp * 1.0 - delta)",
+        DROPPED_ON_CPU, "causal and 128 and not 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "hopper dropout: NaN of queries before the first that sees a key", "kernels/hopper/flash_bwd/steps.py",
+        "if row_first < band.q_seen:", "if row_first < band.q_begin:",
+        DROPPED_ON_CPU, "queries and 128 and not 192", "FAIL",
+    ),
+    Mutant(
+        "hopper dropout: out not scaled", "kernels/hopper/flash_fwd/consumer.py",
+        "factor = factor * rules.dropout.scale", "factor = factor * 1.0",
+        DROPPED_BY_FORWARD, "0.5", "not close",
+    ),
+]  # fmt: skip
 HOPPER_BACKWARD = [
     Mutant(
         "gradients on Hopper: nothing arrives at the log-sum-exp", ROWS,

@@ -36,6 +36,8 @@ SEED_SHAPE = (2,)  # (seed, offset), int64
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD, _SIGN = 0xFFFFFFFF, 0x80000000
+EVEN, ODD = tl.constexpr(_MULTIPLIERS[0]), tl.constexpr(_MULTIPLIERS[1])
+STEP_0, STEP_1 = tl.constexpr(_KEY_STEPS[0]), tl.constexpr(_KEY_STEPS[1])
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -147,13 +149,44 @@ def philox(key: tuple[torch.Tensor, ...], counter: tuple[torch.Tensor, ...]) -> 
 
 
 @jit
+def _philox(k0, k1, c0, c1, c2, c3):
+    """Returns the four words of Philox4x32-7. Each product is one of 64 bits: `tl.philox` makes two of each, one for
+    either half, and most GPUs compute both halves in one instruction."""
+    for _ in tl.static_range(ROUNDS):
+        even = c0.to(tl.uint64) * EVEN
+        odd = c2.to(tl.uint64) * ODD
+        c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (even >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = odd.to(tl.uint32)
+        c3 = even.to(tl.uint32)
+        k0 += STEP_0
+        k1 += STEP_1
+    return c0, c1, c2, c3
+
+
+@jit
 def load_dropout_key(seed_ptr):
-    """Returns the key of a call, from its (seed, offset)."""
+    """Returns the key of a call, two words, from its (seed, offset)."""
+    seed = tl.load(seed_ptr)
     offset = tl.load(seed_ptr + 1)
-    low = offset.to(tl.uint32)
-    high = (offset >> 32).to(tl.uint32)
-    first, second, _third, _fourth = tl.philox(tl.load(seed_ptr), low, high, low * 0, low * 0, ROUNDS)
-    return (second.to(tl.uint64) << 32) | first.to(tl.uint64)
+    zero = offset.to(tl.uint32) * 0
+    first, second, _third, _fourth = _philox(
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero, zero
+    )
+    return first, second
+
+
+@jit
+def dropout_words(key, batch, head, row_begin, rows, key_begin, keys):
+    """Returns the random words of the pairs of a tile, as signed numbers; arguments as for `dropout_keeps`."""
+    # Subtracted, because LLVM does not always fold `keys & ~SHARED_BIT` and would then compute each call twice.
+    row_bit = rows & SHARED_BIT
+    key_bit = keys & SHARED_BIT
+    of_keys = (key_begin + (keys - key_bit)).to(tl.uint32)
+    of_rows = (row_begin + (rows - row_bit)).to(tl.uint32)
+    w0, w1, w2, w3 = _philox(key[0], key[1], of_keys, of_rows, head.to(tl.uint32), batch.to(tl.uint32))
+    word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))
+    return word.to(tl.int32, bitcast=True)
 
 
 @jit
@@ -167,10 +200,4 @@ def dropout_keeps(key, batch, head, row_begin, rows, key_begin, keys, threshold)
             compiler sees which pairs share a call, and computes it once.
         threshold: from `threshold`.
     """
-    # Subtracted, because LLVM does not always fold `keys & ~SHARED_BIT` and would then compute each call twice.
-    row_bit = rows & SHARED_BIT
-    key_bit = keys & SHARED_BIT
-    c0, c1 = key_begin + (keys - key_bit), row_begin + (rows - row_bit)
-    w0, w1, w2, w3 = tl.philox(key, c0, c1, head.to(tl.int32), batch.to(tl.int32), ROUNDS)
-    word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))
-    return word.to(tl.int32, bitcast=True) >= threshold
+    return dropout_words(key, batch, head, row_begin, rows, key_begin, keys) >= threshold

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpwave.kernels import dropout
+from warpwave.kernels.hopper import dropout as hopper_dropout
 from warpwave.runtime.launch import Launch, Mapped
 
 PATIENCE_S = 20.0  # a role that waits longer waits for ever
@@ -330,9 +332,15 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "row_vectors": lambda width: None,
         "to_e4m3": as_bytes,
         "bytes_of_operand": lambda p, keys: p.contiguous().view(torch.float8_e4m3fn),
+        "load_dropout_key": lambda seed: dropout._key_of(seed.memory),
+        "dropout_words": dropout_words,
+        "opaque": lambda x: x,
+        "zero_below": lambda p, words, threshold: torch.where(words < threshold, 0.0, p),
+        "negate_below": lambda p, words, threshold: torch.where(words < threshold, -p, p),
         "promoted": lambda acc, product, factor, has_factor: acc + product * factor,
     }
     stand_ins |= own or {}
+    modules = modules | {hopper_dropout.__name__: hopper_dropout}  # whose names many import
     spaces: dict[str, dict[str, Any]] = {}
 
     def space(module: types.ModuleType) -> dict[str, Any]:
@@ -389,6 +397,17 @@ def hidden(x: Tensor, words: Tensor) -> Tensor:
     return torch.where((words >> bit) & 1 != 0, x, -torch.inf)
 
 
+def dropout_words(key: Any, batch: Any, head: Any, row_begin: Any, rows: Any, key_begin: Any, keys: Any) -> Tensor:
+    """The random words of a tile, by the host's Philox and by position."""
+    assert row_begin % 16 == key_begin % 16 == 0, "threads of a GPU would take the words of other pairs"
+    i, j = (torch.as_tensor(x).as_subclass(Tensor).long() for x in (row_begin + rows, key_begin + keys))
+    i, j = torch.broadcast_tensors(i, j)
+    h, b = (torch.as_tensor(x).as_subclass(Tensor).long() for x in (head, batch))
+    words = torch.stack(dropout.philox(key, (j & ~8, i & ~8, h, b)), -1)
+    number = (j >> 3 & 1) + 2 * (i >> 3 & 1)
+    return words.gather(-1, number[..., None]).squeeze(-1).int().as_subclass(Value)
+
+
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c, rounded once (but for what float64 leaves out)."""
     return (a.double() * b.double() + c.double()).float().as_subclass(Value)
@@ -416,7 +435,8 @@ def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int,
             if tensor is not None and tensor.device.type == "meta":  # the tile counter
                 tensor = counter
             given.append(None if tensor is None else Pointer(tensor.view(-1)))
-    given += [*map(torch.tensor, spec.scalars), *spec.constants.values()]
+    given += [None if x is None else torch.tensor(x) for x in spec.scalars]
+    given += spec.constants.values()
     by_name = {m.__name__: m for m in modules}
     for program in range(programs):
         block = Block(program, programs)

@@ -156,12 +156,12 @@ def test_the_operator_takes_the_argument_as_well(card: Card) -> None:
     assert compiled(card)[1:] == REPEATABLE
 
 
-def test_dropout_takes_the_portable_kernels(card: Card) -> None:
-    """One launch forward and two backward, compiled once for every probability and seed."""
+def test_dropout_takes_the_same_kernels(card: Card) -> None:
+    """They are compiled once for every probability and seed."""
     q, k, v = inputs(256)
     for p in (0.1, 0.5, 0.9):
         torch.autograd.grad(warpwave.attention(q, k, v, dropout_p=p).sum(), (q, k, v))
-    assert compiled(card) == ["flash_fwd_kernel", "flash_bwd_dq_kernel", "flash_bwd_dkv_kernel"]
+    assert compiled(card)[1:] == BACKWARD
 
 
 class CountingMode(TorchDispatchMode):

@@ -15,6 +15,7 @@ from tests.conformance.cases import PLAIN, Call
 from tests.conformance.gates import backward_references, judge_backward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
+from warpwave.kernels import dropout
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel, launches
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
@@ -83,6 +84,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "packed window": {"packed": True, "batch": 5, "window": (20, 7), "lengths": (200, 300)},
     "one query": {"lengths": (1, 300), "batch": 2},
 }
+DROPPED: dict[str, dict[str, Any]] = {
+    "causal": {"causal": "bottom_right", "sinks": True, "heads": (4, 2), "batch": 2},
+    "queries from 183 on": {"causal": "bottom_right", "lengths": (333, 150), "softcap": 15.0},
+    "keys from 142 on": {"window": (60, 5), "lengths": (130, 332), "alibi": "heads"},
+    "packed": {"packed": True, "batch": 4, "heads": (4, 2), "causal": "bottom_right", "lengths": (150, 140)},
+    "packed window": {"packed": True, "batch": 5, "window": (20, 7), "lengths": (200, 300)},
+}
 MASKED: dict[str, dict[str, Any]] = {
     "mask": {"mask": "full", "sinks": True},
     "mask of keys, causal": {"mask": "keys", "causal": "bottom_right", "lengths": (330, 150), "heads": (2, 1)},
@@ -91,7 +99,7 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def judge(call: Call, is_poisoned: bool = False, more: bool = True) -> None:
+def judge(call: Call, is_poisoned: bool = False, more: bool = True, config: int = -1) -> None:
     """Judges the gradients by launches apart; with NaN in keys and values that no query sees, and in queries that see
     nothing, if `is_poisoned`."""
     q, k, v = call.operands[:3]
@@ -105,7 +113,7 @@ def judge(call: Call, is_poisoned: bool = False, more: bool = True) -> None:
         for tensor, of in ((q, 0), (dout, 0), (k, 1), (v, 1)):
             tensor[unseen[of]] = torch.nan
         call = call._replace(operands=call.operands._replace(q=q, k=k, v=v))
-    verdict = judge_backward(call.problem, references, on_cpu(call, dout, None, -1, exact, more))
+    verdict = judge_backward(call.problem, references, on_cpu(call, dout, None, config, exact, more))
     assert verdict.passed, str(verdict)
 
 
@@ -131,6 +139,31 @@ def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int
     references = backward_references(call.problem, call.operands, dout, dlse)
     verdict = judge_backward(call.problem, references, on_cpu(call, dout, dlse, config))
     assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize(("dims", "config"), [((64, 64), 0), ((128, 128), 0), ((40, 64), 1), ((192, 128), 0)], ids=str)
+@pytest.mark.parametrize("features", DROPPED)
+def test_dropout_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
+    """Also with NaN in rows that see nothing or that nothing sees, where tiles begin."""
+    call = cases.build(replace(SHORT, dims=dims, dropout=0.3, **DROPPED[features]), "normal", CPU)
+    judge(call, "from" in features, more=False, config=config)
+
+
+@pytest.mark.parametrize("features", [{"mask": "full"}, {"bias": "full", "alibi": "heads", "softcap": 15.0}], ids=str)
+def test_dropout_with_masks_and_biases_on_a_cpu(features: dict[str, Any]) -> None:
+    judge(cases.build(replace(SHORT, dims=(64, 40), dropout=0.3, lse=False, **features), "normal", CPU))
+
+
+@pytest.mark.parametrize(("dims", "config"), [((64, 64), 0), ((128, 128), 0), ((64, 64), 1)], ids=str)
+def test_gradients_drop_the_pairs_of_the_contract(dims: tuple[int, int], config: int) -> None:
+    """With equal scores and the identity for dout, dv is what dropout keeps, in each position of a tile."""
+    case = replace(SHORT, dims=dims, lengths=(dims[0], 330), heads=(1, 1), batch=2, dropout=0.4, lse=False)
+    call = cases.build(case, "normal", CPU)
+    operands = call.operands._replace(q=torch.zeros_like(call.operands.q))
+    dout = torch.eye(dims[0], dtype=operands.q.dtype)[None, :, None].expand(2, -1, 1, -1).contiguous()
+    got = on_cpu(call._replace(operands=operands), dout, None, config)
+    expected = dropout.kept(0.4, operands.dropout_seed, range(2), range(1), range(dims[0]), range(330))
+    assert torch.equal(got.dv[:, :, 0] != 0, expected[:, 0].transpose(1, 2))
 
 
 @pytest.mark.parametrize("packed", [False, True])

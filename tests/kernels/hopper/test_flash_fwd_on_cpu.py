@@ -18,11 +18,13 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels import dropout
+from warpwave.kernels.hopper import dropout as hopper_dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is publish
 
 def on_cpu(
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AnyOperands,
     config: flash_fwd.Config,
     maps_of_keys: list[gluon_on_cpu.Map] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -105,11 +107,15 @@ def on_cpu(
         block = gluon_on_cpu.Block(program, 2)
         names = gluon_on_cpu.functions(modules, block)
         schedule_names = names[scheduler.__name__]
+        dropped: Any = ()
+        if problem.dropout_p:
+            seed = gluon_on_cpu.Pointer(operands.dropout_seed)
+            dropped = names[hopper_dropout.__name__].Dropout(seed, *line_strides[11:])
         rules = names[visible.__name__].Rules(
             scale, softcap_log2, left, right, groups, block_n,
             *(constants[n] for n in ("HAS_LOW", "HAS_HIGH", "TOP_LEFT", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SINKS")),
             *(constants[n] for n in ("IS_VARLEN", "WRITE_LSE", "OWN_OUT", "VALUES_FIRST", "PARTS", "HEAD_DIM_V")),
-            flash_fwd_configs.q_in_registers(problem, config),
+            flash_fwd_configs.q_in_registers(problem, config), False, dropped,
         )  # fmt: skip
         schedule = schedule_names.Schedule(
             pointer(counter), num_tiles, heads, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q, total_k,
@@ -134,7 +140,7 @@ def on_cpu(
             beside = names[mask_bias.__name__].Beside(
                 absent if mask_words is None else pointer(mask_words), line_strides[:4],
                 line_strides[4:8],
-                absent if bias is None else pointer(bias.view(-1)), line_strides[8:],
+                absent if bias is None else pointer(bias.view(-1)), line_strides[8:11],
                 bias_maps, buffers(block, bias_maps, stages * groups)[0] if bias_maps else None,
                 constants["HAS_MASK"], host.bias_kind(bias),
             )  # fmt: skip
@@ -238,6 +244,51 @@ def test_keys_of_a_window_are_counted_on_a_cpu(window: tuple[int, int], config: 
     call.operands.q.zero_()
     _, lse = on_cpu(call.problem, call.operands, config)
     assert torch.equal(lse.exp().round().long(), torch.stack(harness.visible(call)).sum(-1))
+
+
+DROPPED: dict[str, dict[str, Any]] = {
+    "causal, sinks": {"causal": "bottom_right", "sinks": True, "heads": (4, 2), "batch": 2},
+    "window from key 142 on": {"window": (60, 5), "lengths": (130, 332), "alibi": "heads", "softcap": 3.0},
+    "packed": {"packed": True, "batch": 4, "causal": "bottom_right", "lengths": (150, 140)},
+    "packed windows": {"packed": True, "batch": 5, "window": (20, 7), "lengths": (200, 300)},
+    "mask, bias": {"mask": "full", "bias": "heads", "window": (60, 5), "batch": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("dims", "config"),
+    [((64, 40), flash_fwd.Config(192, 128, 3)), ((256, 256), flash_fwd.Config(128, 64, 2))],
+    ids=str,
+)
+@pytest.mark.parametrize("features", DROPPED)
+def test_dropout_on_a_cpu(features: str, dims: tuple[int, int], config: flash_fwd.Config) -> None:
+    """Also with NaN in the rows before the first key of a window, where tiles begin."""
+    case = replace(SHORT, dims=dims, dropout=0.3, **DROPPED[features])
+    call = cases.build(case, "normal", CPU)
+    references = forward_references(call.problem, call.operands)
+    operands = call.operands
+    if features == "window from key 142 on":
+        k, v = operands.k.clone(), operands.v.clone()
+        k[:, :142] = v[:, :142] = torch.nan
+        operands = operands._replace(k=k, v=v)
+    out, lse = on_cpu(call.problem, operands, config)
+    verdict = judge_forward(call.problem, references, out, lse)
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_forward_drops_the_pairs_of_the_contract(p: float) -> None:
+    """With equal scores and the identity for V, out is what dropout keeps, in each position of a tile."""
+    case = replace(SHORT, dims=(16, 256), lengths=(150, 256), heads=(2, 1), batch=2, dtype="float16", dropout=p)
+    call = cases.build(case, "normal", CPU)
+    q, v = torch.zeros_like(call.operands.q), torch.eye(256, dtype=torch.float16)[None, :, None].expand(2, -1, 1, -1)
+    out, _ = on_cpu(call.problem, call.operands._replace(q=q, v=v.contiguous()), flash_fwd.Config(128, 64, 2))
+    seed = call.operands.dropout_seed
+    expected = dropout.kept(p, seed, range(2), range(2), range(150), range(256))
+    assert torch.equal(out.transpose(1, 2) != 0, expected)
+    torch.testing.assert_close(
+        out[out != 0].float(), torch.full((int(expected.sum()),), 1 / 256 / (1 - p)), rtol=2e-3, atol=0
+    )
 
 
 MASKED: dict[str, dict[str, Any]] = {

@@ -25,6 +25,24 @@ def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
 
 
 @jit
+def zero_head(pieces, tile, unseen):
+    """Zeroes the first `unseen` rows of a tile, at most 16. With dropout, tiles may begin before what is seen first
+    (dropout.py), and 0 times NaN is NaN. Every consumer does so itself; they write the same values."""
+    for i in gl.static_range(len(pieces)):
+        zero_rows_before(matrix(pieces[i].index(tile)).slice(0, 16, dim=0), unseen)
+    fence_async_shared()
+
+
+@jit
+def zero_rows_before(x, first):
+    """Zeroes the rows of x, in shared memory, before `first`."""
+    layout: gl.constexpr = row_vectors(x.shape[1])
+    seen = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)) >= first
+    values = x.load(layout)
+    x.store(gl.where(seen[:, None], values, gl.zeros_like(values)))
+
+
+@jit
 def zero_rows(x, rows_used):
     """Zeroes the rows of x, in shared memory, from `rows_used` on."""
     layout: gl.constexpr = row_vectors(x.shape[1])

@@ -2,6 +2,7 @@
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
@@ -30,6 +31,7 @@ class Rules:
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
     Q_IN_REGISTERS: gl.constexpr  # columns of Q in registers
     ALIGN_KEYS: gl.constexpr  # whether tiles of keys begin at multiples of their length
+    dropout: object  # dropout.Dropout, in a consumer that of its head; () without dropout
 
     @constexpr_function
     def __init__(
@@ -54,6 +56,7 @@ class Rules:
         HEAD_DIM_V,
         Q_IN_REGISTERS=0,
         ALIGN_KEYS=False,
+        dropout=None,
     ):
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -75,6 +78,7 @@ class Rules:
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.ALIGN_KEYS = gl.constexpr(ALIGN_KEYS)
+        self.dropout = gl.tuple([]) if dropout is None else dropout
 
 
 @jit
@@ -84,7 +88,18 @@ def with_scale(rules, scale):
         scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
         rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
         rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V, rules.Q_IN_REGISTERS,
-        rules.ALIGN_KEYS,
+        rules.ALIGN_KEYS, rules.dropout,
+    )  # fmt: skip
+
+
+@jit
+def with_dropout(rules, dropout):
+    """Returns the rules with another dropout."""
+    return Rules(
+        rules.scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N,
+        rules.HAS_LOW, rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS,
+        rules.IS_VARLEN, rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V,
+        rules.Q_IN_REGISTERS, rules.ALIGN_KEYS, dropout,
     )  # fmt: skip
 
 
@@ -108,7 +123,7 @@ class Keys:
 @jit
 def keys_of_sequence(work, rules):
     """Returns the visible keys of a sequence. Tiles of keys start at `begin`; keys before it, and from `end` on, are
-    seen by no query and are never multiplied."""
+    seen by no query and are never multiplied. With dropout, `begin` is rounded down (dropout.py)."""
     offset = work.seqlen_k - work.seqlen_q
     low = offset - rules.window_left
     high = offset + rules.window_right
@@ -120,6 +135,8 @@ def keys_of_sequence(work, rules):
         begin = gl.minimum(gl.maximum(low, 0), work.seqlen_k)
         if rules.ALIGN_KEYS:
             begin = begin // rules.BLOCK_N * rules.BLOCK_N
+        if has_dropout(rules.dropout):
+            begin = begin // PERIOD * PERIOD
     if rules.HAS_HIGH:
         end = gl.maximum(gl.minimum(end, work.seqlen_q + high), begin)
     return Keys(begin, end, low, high)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import arguments
+from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
 from warpwave.kernels.hopper.flash_bwd.config import Config
@@ -65,7 +65,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             t.workspace.walks_transposed,
             None if kind == "cells" else t.operands.bias,
         )
-        return t.dk, t.dv, *of_scores, *t.offsets
+        return t.dk, t.dv, *of_scores, *t.offsets, t.operands.dropout_seed
 
     sources = mapped(tensors)
     *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
@@ -83,6 +83,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             *_word_strides(problem, transposed=True),
             *arguments.broadcast_strides(tensors.workspace.walks_transposed)[:3],
             *arguments.broadcast_strides(tensors.operands.bias)[:3],
+            *dropout.scalars(problem.dropout_p),
         ],
         constants={
             "BLOCK_M": config.block_m,
@@ -110,7 +111,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     def beside(t: Tensors) -> tuple[Any, ...]:
         of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes)
         of_scores = (t.workspace.words, t.workspace.walks, None if kind == "cells" else t.operands.bias, t.of_slopes)
-        return *of_rows, *of_scores, *t.offsets
+        return *of_rows, *of_scores, *t.offsets, t.operands.dropout_seed
 
     sources = mapped(tensors)
     plans = [*chain(*_plans(problem, sources[:5], of_keys=(1, 2), steps=(1, 2), step=block_n))]
@@ -145,6 +146,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             *_word_strides(problem, transposed=False),
             *arguments.broadcast_strides(tensors.workspace.walks)[:3],
             *arguments.broadcast_strides(tensors.operands.bias)[:3],
+            *dropout.scalars(problem.dropout_p),
         ],
         constants={
             "BLOCK_M": block_m,

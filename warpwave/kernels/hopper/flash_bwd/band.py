@@ -8,6 +8,7 @@ that rows outside the band are never multiplied: 0 * NaN is NaN.
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
 from warpwave.kernels.hopper.words import TILE_KEYS
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
@@ -30,11 +31,12 @@ class Rules:
     IS_VARLEN: gl.constexpr
     HAS_MASK: gl.constexpr
     BIAS: gl.constexpr  # host.bias_kind
+    dropout: object  # dropout.Dropout, in a consumer that of a head; () without dropout
 
     @constexpr_function
     def __init__(
         self, scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS, dropout,
     ):  # fmt: skip
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -50,6 +52,17 @@ class Rules:
         self.IS_VARLEN = gl.constexpr(IS_VARLEN)
         self.HAS_MASK = gl.constexpr(HAS_MASK)
         self.BIAS = gl.constexpr(BIAS)
+        self.dropout = dropout
+
+
+@jit
+def with_dropout(rules, dropout):
+    """Returns the rules with another dropout."""
+    return Rules(
+        rules.scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.BLOCK_M, rules.BLOCK_N,
+        rules.HAS_LOW, rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.IS_VARLEN,
+        rules.HAS_MASK, rules.BIAS, dropout,
+    )  # fmt: skip
 
 
 @aggregate
@@ -61,6 +74,8 @@ class Band:
         offset: seqlen_k - seqlen_q, which takes a query to its own key.
         q_begin, q_end: the queries that see a key. Tiles of queries begin at q_begin.
         k_begin, k_end: the keys that a query sees. Tiles of keys begin at k_begin.
+        q_seen, k_seen: the first query that sees a key and the first key that a query sees, where q_begin and k_begin
+            were rounded down.
     """
 
     low: gl.tensor
@@ -70,9 +85,11 @@ class Band:
     q_end: gl.tensor
     k_begin: gl.tensor
     k_end: gl.tensor
+    q_seen: gl.tensor
+    k_seen: gl.tensor
 
     @constexpr_function
-    def __init__(self, low, high, offset, q_begin, q_end, k_begin, k_end):
+    def __init__(self, low, high, offset, q_begin, q_end, k_begin, k_end, q_seen, k_seen):
         self.low = low
         self.high = high
         self.offset = offset
@@ -80,6 +97,8 @@ class Band:
         self.q_end = q_end
         self.k_begin = k_begin
         self.k_end = k_end
+        self.q_seen = q_seen
+        self.k_seen = k_seen
 
 
 @jit
@@ -104,10 +123,26 @@ def band_of(work, rules):
         q_end = gl.where(low > high, q_begin, q_end)
     # Tiles of a mask share no words, and those of a bias begin at a multiple of 16 bytes, or the copy engine raises an
     # illegal instruction. What no query sees is zeros then (launches.without_unseen).
+    q_seen = q_begin
+    k_seen = k_begin
     if rules.HAS_MASK or rules.BIAS != "":
         q_begin = q_begin // TILE_KEYS * TILE_KEYS
         k_begin = k_begin // TILE_KEYS * TILE_KEYS
-    return Band(low, high, offset, q_begin, q_end, k_begin, k_end)
+    elif has_dropout(rules.dropout):
+        q_begin = q_begin // PERIOD * PERIOD
+        k_begin = k_begin // PERIOD * PERIOD
+    return Band(low, high, offset, q_begin, q_end, k_begin, k_end, q_seen, k_seen)
+
+
+@constexpr_function
+def begins_early(has_edge, rules):
+    """Returns whether the first tile may begin with rows that nothing sees and that may be NaN. With a mask or bias
+    they are zeros (launches.without_unseen).
+
+    Args:
+        has_edge: HAS_HIGH for queries, HAS_LOW for keys.
+    """
+    return bool(has_edge) and has_dropout(rules.dropout) and not (rules.HAS_MASK or rules.BIAS != "")
 
 
 @aggregate

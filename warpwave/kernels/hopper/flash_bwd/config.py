@@ -75,7 +75,7 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config:
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason the kernel cannot compute the problem's gradients there; empty when it can."""
-    found = reasons.of_hopper(gpu) + reasons.of_dropout(problem, "flash_bwd")
+    found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
         found.append("dtype is float32; it multiplies float16 and bfloat16")
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"dK must fit the registers, {MAX_HEAD_DIM} at most")

@@ -17,12 +17,14 @@ Bound: tensor cores (docs/notes/backward.md).
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.dropout import Dropout, has_dropout, key_of, of_head
 from warpwave.kernels.hopper.flash_bwd.band import (
     Rules,
     band_of,
     num_cut,
     query_span,
     visible,
+    with_dropout,
 )
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, as_stages_of_p, bias_of
 from warpwave.kernels.hopper.flash_bwd.producer import producer
@@ -31,6 +33,8 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     Mask,
     Results,
     Stream,
+    gradient,
+    kept,
     mask_lines,
     mask_words,
     matrices,
@@ -38,6 +42,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     places,
     probabilities,
     row_of,
+    signed,
     slope_of,
     statistics_of,
     step_of,
@@ -46,6 +51,8 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     times,
     wait_rows,
     walk_of,
+    zero_keys_before,
+    zero_queries_before,
     zero_sums,
 )
 from warpwave.kernels.hopper.parts import (
@@ -124,6 +131,7 @@ class Tiles:
 def scores_of(fixed, stream, n, row_first, band, rules):
     """Waits for tile n of a stream and starts its product with the block's K or V, [64 keys, queries]."""
     wait_rows(stream, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+    zero_queries_before(stream, n, row_first, band, rules)
     return scores_async(matrices(fixed, 0), stream.ring, n, zero_accumulator(rules.BLOCK_M))
 
 
@@ -136,6 +144,8 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
     span = query_span(band, key_first, rules)
     count = span.end - span.begin
     dv = zero_sums(tiles.dout.ring.pieces)
+    dropout_key = key_of(rules.dropout)
+    zero_keys_before(tiles.keys, 0, key_first, band, rules)
     place = gl.to_tensor(0)
     head = work.head * heads.group_size
     row_first = row_of(span, place, band, rules)
@@ -160,6 +170,9 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
             if place < num_cut(span):
                 rows, keys = places(p, row_first, key_first, True)
                 p = gl.where(visible(band, rows, keys, rules), p, 0.0)
+        p = signed(p, row_first, key_first, True, with_dropout(
+            rules, of_head(rules.dropout, dropout_key, work.batch, head)
+        ))  # fmt: skip
         passed = p
         if rules.HAS_SOFTCAP:
             passed = p * cap
@@ -172,7 +185,8 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         # The log-sum-exp was read before the barrier within the arrival, and S of this tile is finished.
         arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))
         wait_rows(tiles.dout, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
-        pending = values_async(operand(p, tiles.dout.ring), tiles.dout.ring, n, dv)
+        zero_queries_before(tiles.dout, n, row_first, band, rules)
+        pending = values_async(operand(kept(p, rules), tiles.dout.ring), tiles.dout.ring, n, dv)
         if rules.HAS_MASK:
             head, row_first = step_of(gl.load(walk + i + 2, mask=i + 1 < steps, other=0), work, heads, rules)
         else:
@@ -181,6 +195,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
             row_first = row_of(span, place, band, rules)
         if i + 1 < steps:
             wait_rows(tiles.queries, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+            zero_queries_before(tiles.queries, n + 1, row_first, band, rules)
         # Behind the last tile, of whatever the next stage holds: nobody reads these.
         s = scores_async(matrices(tiles.keys, 0), tiles.queries.ring, n + 1, zero_accumulator(rules.BLOCK_M))
         dv = wait_for(pending, len(tiles.keys))
@@ -199,6 +214,7 @@ def sum_keys(tiles, work, n, mask, heads, rules):
     span = query_span(band, key_first, rules)
     count = span.end - span.begin
     dk = zero_sums(tiles.queries.ring.pieces)
+    zero_keys_before(tiles.values, 0, key_first, band, rules)
     place = gl.to_tensor(0)
     row_first = row_of(span, place, band, rules)
     dp = scores_of(tiles.values, tiles.dout, n, row_first, band, rules)
@@ -213,13 +229,15 @@ def sum_keys(tiles, work, n, mask, heads, rules):
         mbarrier.arrive(tiles.p_empty.index(n % 2), count=1)
         # Delta was read before the barrier within the arrival, and dP of this tile is finished.
         arrive_alone(tiles.dout.ring.empty.index(n % tiles.dout.ring.stages))
-        ds = p * (y - delta[None, :])  # where P is 0, dP is finite: rows behind the band were never loaded
+        ds = gradient(p, y, delta[None, :], rules)  # where P is 0, dP is finite: rows behind the band were never loaded
         wait_rows(tiles.queries, n, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+        zero_queries_before(tiles.queries, n, row_first, band, rules)
         pending = values_async(operand(ds, tiles.queries.ring), tiles.queries.ring, n, dk)
         place = gl.where(place + 1 == count, 0, place + 1)
         row_first = row_of(span, place, band, rules)
         if i + 1 < steps:
             wait_rows(tiles.dout, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
+            zero_queries_before(tiles.dout, n + 1, row_first, band, rules)
         dp = scores_async(matrices(tiles.values, 0), tiles.dout.ring, n + 1, zero_accumulator(rules.BLOCK_M))
         dk = wait_for(pending, len(tiles.values))
         hand_back_multiplied(tiles.queries.ring, n)
@@ -242,6 +260,8 @@ def consumer(
         mbarrier.wait(tiles.full.index(0), messages & 1)
         if GROUP == 0:
             result, n = sum_values(tiles, work, n, results, mask, heads, rules)
+            if has_dropout(rules.dropout):
+                result = times(result, rules.dropout.scale)
         else:
             result, n = sum_keys(tiles, work, n, mask, heads, rules)
             result = times(result, results.softmax_scale)
@@ -277,7 +297,7 @@ UNSPECIALISED = [
     *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
     *("stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
     *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
-    *("stride_bias_b", "stride_bias_h", "stride_bias_m"),
+    *("stride_bias_b", "stride_bias_h", "stride_bias_m", "dropout_threshold"),
 ]
 
 
@@ -312,6 +332,7 @@ def dkv_kernel(
     bias_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    dropout_seed_ptr,
     counter_ptr,
     stride_alibi_b,
     stride_dk_b,
@@ -347,6 +368,8 @@ def dkv_kernel(
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
+    dropout_threshold,
+    dropout_scale,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -380,9 +403,12 @@ def dkv_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
+    dropout = ()
+    if dropout_seed_ptr is not None:
+        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS, dropout,
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
     # Of keys in place of queries: see work_on_keys.

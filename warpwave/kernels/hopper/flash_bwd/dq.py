@@ -14,19 +14,23 @@ Bound: tensor cores (docs/notes/backward.md).
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles, visible
+from warpwave.kernels.hopper.dropout import Dropout, key_of, of_head
+from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles, visible, with_dropout
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, bias_of, bytes_of, load_bias, store_gradient
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Mask,
+    gradient,
     mask_lines,
     mask_words,
     matrices,
     places,
     probabilities,
+    signed,
     slope_of,
     store_pieces,
     times,
     walk_of,
+    zero_keys_before,
     zero_sums,
 )
 from warpwave.kernels.hopper.parts import (
@@ -273,9 +277,11 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     q = matrices(tiles.queries, GROUP)
     dout = matrices(tiles.dout, GROUP)
     dq = zero_sums(tiles.keys.pieces)
+    rules_of_head = with_dropout(rules, of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head))
     zero = zero_accumulator(rules.BLOCK_N)
     n = skip(tiles.keys, tiles.values, n, begin - block_begin)
     wait_keys(tiles, n, band.k_end - band.k_begin - begin * rules.BLOCK_N, rules)
+    zero_keys_before(tiles.keys.pieces, n % tiles.keys.stages, band.k_begin + begin * rules.BLOCK_N, band, rules)
     s = scores_async(q, tiles.keys, n, zero)
     x = warpgroup_mma_wait(0, deps=[s])
     takes_ds: gl.constexpr = len(tiles.bias.gradient_maps) > 0 or place.WRITE_DSLOPES  # before the softcap
@@ -293,7 +299,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
         p, cap = probabilities(x, lse, band, row_first, key_first, slope, words, bias, False, False, rules)
         y = warpgroup_mma_wait(0, deps=[dp])
         hand_back_multiplied(tiles.values, n)
-        ds = p * (y - delta)
+        ds = gradient(signed(p, row_first, key_first, False, rules_of_head), y, delta, rules_of_head)
         if rules.HAS_SOFTCAP and not takes_ds:
             ds = ds * cap
         if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
@@ -363,7 +369,7 @@ UNSPECIALISED = [
     *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
     *("statistic_rows", "stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
     *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
-    *("stride_bias_b", "stride_bias_h", "stride_bias_m"),
+    *("stride_bias_b", "stride_bias_h", "stride_bias_m", "dropout_threshold"),
 ]
 
 
@@ -396,6 +402,7 @@ def dq_kernel(
     of_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    dropout_seed_ptr,
     counter_ptr,
     stride_alibi_b,
     stride_dq_b,
@@ -427,6 +434,8 @@ def dq_kernel(
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
+    dropout_threshold,
+    dropout_scale,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -464,9 +473,12 @@ def dq_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
+    dropout = ()
+    if dropout_seed_ptr is not None:
+        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS,
+        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS, dropout,
     )  # fmt: skip
     schedule = scheduler.Schedule(
         counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,

@@ -16,6 +16,7 @@ Bound: tensor cores and shared memory take about as long (docs/notes/backward.md
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.dropout import Dropout, has_dropout, key_of, of_head
 from warpwave.kernels.hopper.flash_bwd.band import (
     Rules,
     band_of,
@@ -23,21 +24,27 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     num_cut,
     query_span,
     tile_at,
+    with_dropout,
 )
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Results,
     Stream,
+    gradient,
+    kept,
     meet,
     probabilities,
     row_of,
     rows_of,
+    signed,
     slope_of,
     statistics_of,
     store_rows,
     stream_of,
     wait_rows,
+    zero_keys_before,
+    zero_queries_before,
     zero_tail,
 )
 from warpwave.kernels.hopper.parts import (
@@ -191,7 +198,7 @@ def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
 @jit
 def gradient_of_scores(p, cap, dp, delta, rules):
     """dS^T of the products before the scale. Where P is 0, dP is finite: rows behind the band were never loaded."""
-    ds = p * (dp - delta)
+    ds = gradient(p, dp, delta, rules)
     if rules.HAS_SOFTCAP:
         ds = ds * cap
     return ds
@@ -214,16 +221,19 @@ def wide_step(
     rows_used = band.q_end - row_first
 
     wait_rows(tiles.queries, n, rows_used, BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    zero_queries_before(tiles.queries, n, row_first, band, rules)
     q = rows_of(tiles.queries, n)
     zero = zero_accumulator(BLOCK_M)
     s = warpgroup_mma(own_keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     lse = statistics_of(tiles.queries, n, 0, BLOCK_M, across)
     wait_rows(tiles.dout, n, rows_used, BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    zero_queries_before(tiles.dout, n, row_first, band, rules)
     do = rows_of(tiles.dout, n)
     dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(1, deps=[s])
     p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, 0, 0.0, True, IS_CUT, rules)
-    dv_next = warpgroup_mma(as_operand(p, dtype, WIDTH), do, dv, is_async=True)
+    p = signed(p, row_first, key_first, True, rules)
+    dv_next = warpgroup_mma(as_operand(kept(p, rules), dtype, WIDTH), do, dv, is_async=True)
     delta = statistics_of(tiles.dout, n, 0, BLOCK_M, across)
     y = warpgroup_mma_wait(1, deps=[dp])
     ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(dtype)
@@ -260,28 +270,32 @@ def narrow_step(
     rows_used = band.q_end - row_first
 
     wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    zero_queries_before(tiles.queries, n, row_first, band, rules)
     q0 = rows_of(tiles.queries, n).slice(0, HALF, dim=0)
     q1 = rows_of(tiles.queries, n).slice(HALF, HALF, dim=0)
     zero = zero_accumulator(HALF)
     s0 = warpgroup_mma(own_keys, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
     s1 = warpgroup_mma(own_keys, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN and IS_CUT)
+    zero_queries_before(tiles.dout, n, row_first, band, rules)
     do0 = rows_of(tiles.dout, n).slice(0, HALF, dim=0)
     do1 = rows_of(tiles.dout, n).slice(HALF, HALF, dim=0)
     dp0 = warpgroup_mma(own_values, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
     x0 = warpgroup_mma_wait(2, deps=[s0])
     lse0 = statistics_of(tiles.queries, n, 0, HALF, across)
     p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, 0, 0.0, True, IS_CUT, rules)
+    p0 = signed(p0, row_first, key_first, True, rules)
     dp1 = warpgroup_mma(own_values, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dv_next = warpgroup_mma(as_operand(p0, dtype, WIDTH), do0, dv, is_async=True)
+    dv_next = warpgroup_mma(as_operand(kept(p0, rules), dtype, WIDTH), do0, dv, is_async=True)
     x1 = warpgroup_mma_wait(3, deps=[s1])
     lse1 = statistics_of(tiles.queries, n, HALF, HALF, across)
     p1, cap1 = probabilities(x1, lse1[None, :], band, row_first + HALF, key_first, slope, 0, 0.0, True, IS_CUT, rules)
+    p1 = signed(p1, row_first + HALF, key_first, True, rules)
     y0 = warpgroup_mma_wait(2, deps=[dp0])
     delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
     ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds0)
-    dv_next = warpgroup_mma(as_operand(p1, dtype, WIDTH), do1, dv_next, is_async=True)
+    dv_next = warpgroup_mma(as_operand(kept(p1, rules), dtype, WIDTH), do1, dv_next, is_async=True)
     y1 = warpgroup_mma_wait(2, deps=[dp1])
     delta1 = statistics_of(tiles.dout, n, HALF, HALF, across)
     ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], rules).to(dtype)
@@ -356,12 +370,22 @@ def zero_keys_behind(tiles, work, rules):
 
 
 @jit
+def zero_unseen_keys(tiles, work, rules):
+    """Zeroes the rows of K and V before the first key that is seen."""
+    band = band_of(work, rules)
+    key_first = band.k_begin + work.tile * rules.BLOCK_N
+    zero_keys_before(tiles.keys, 0, key_first, band, rules)
+    zero_keys_before(tiles.values, 0, key_first, band, rules)
+
+
+@jit
 def consumer(
     GROUP: gl.constexpr, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of the GROUP-th 64 keys of each block, and its share of dQ."""
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
+    dropout_key = key_of(rules.dropout)
     n = 0  # tiles of queries met so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
@@ -372,6 +396,7 @@ def consumer(
         mbarrier.wait(tiles.full.index(0), messages & 1)
         if rules.IS_VARLEN:
             zero_keys_behind(tiles, work, rules)
+        zero_unseen_keys(tiles, work, rules)
         tma.store_wait(0)
         meet()  # the results of the block before have left the buffers of dS
         for h in range(heads.group_size):
@@ -384,18 +409,22 @@ def consumer(
             slope = slope_of(
                 results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
             )
+            head = work.head * heads.group_size + h
+            rules_of_head = with_dropout(rules, of_head(rules.dropout, dropout_key, work.batch, head))
             for i in range(num_cut(span)):
                 row_first = row_of(span, i, band, rules)
-                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules)
+                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules_of_head)
                 n += 1
             for i in range(num_cut(span), span.end - span.begin):
                 row_first = row_of(span, i, band, rules)
-                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules)
+                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules_of_head)
                 n += 1
         mbarrier.arrive(tiles.empty.index(0), count=1)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
         meet()  # the other group's last dQ has read what this one puts its results over
+        if has_dropout(rules.dropout):
+            dv = dv * rules.dropout.scale
         store_result(dv, results.dv_maps[0], results.dv_ptr, results.strides_dv, tiles, work, GROUP, HEAD_DIM_V, rules)
         dk = dk * results.softmax_scale
         store_result(dk, results.dk_maps[0], results.dk_ptr, results.strides_dk, tiles, work, GROUP, HEAD_DIM, rules)
@@ -410,7 +439,7 @@ def consumer(
 UNSPECIALISED = [
     *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
     *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
-    *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
+    *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows", "dropout_threshold"),
 ]
 
 
@@ -430,6 +459,7 @@ def joint_kernel(
     alibi_slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    dropout_seed_ptr,
     counter_ptr,
     stride_alibi_b,
     stride_dk_b,
@@ -455,6 +485,8 @@ def joint_kernel(
     scale,
     softcap_log2,
     softmax_scale,
+    dropout_threshold,
+    dropout_scale,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -476,9 +508,12 @@ def joint_kernel(
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:
         alibi_slopes_ptr = counter_ptr
+    dropout = ()
+    if dropout_seed_ptr is not None:
+        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, False, "",
+        HAS_SOFTCAP, IS_VARLEN, False, "", dropout,
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
     # Of keys in place of queries: see work_on_keys.

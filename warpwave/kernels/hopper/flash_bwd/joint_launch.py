@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import arguments
+from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, launches, rows
 from warpwave.kernels.hopper.flash_bwd.config import Config, width
@@ -53,7 +53,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     plans = _plans(problem, config, sources)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets
+        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed
 
     # Of a query: Q, dO and dQ's sums.
     scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))
@@ -65,7 +65,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             *beside(tensors),
             host.counter(tensors.out),
         ),
-        scalars=scalars,
+        scalars=[*scalars, *dropout.scalars(problem.dropout_p)],
         constants={
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -102,6 +102,7 @@ def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step
             "WIDTH": width(problem),
             **arguments.band_constants(problem),
             "IS_VARLEN": problem.packed,
+            "ALIGN": launches.first_row_multiple(problem),
         },
         options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
     )

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper.dropout import PERIOD
 from warpwave.kernels.hopper.flash_bwd import rows
 from warpwave.kernels.hopper.flash_bwd.config import Config, steps_of_dq, width
 from warpwave.kernels.prepass import bias_seen, mask_bits
@@ -107,6 +108,13 @@ def queries_end(problem: AttentionProblem) -> int:
 def statistic_plan(source: int, tensor: torch.Tensor, block_m: int) -> MapPlan:
     """Returns the tensor map of a statistic of rows."""
     return MapPlan(source, tuple(tensor.shape), tuple(tensor.stride()), (1, block_m), is_swizzled=False)
+
+
+def first_row_multiple(problem: AttentionProblem) -> int:
+    """Returns the number of which the first query of the first tile is a multiple (band.band_of)."""
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        return mask_bits.TILE_KEYS
+    return PERIOD.value if problem.dropout_p else 1
 
 
 def block_sizes(problem: AttentionProblem) -> list[int]:
@@ -265,7 +273,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
                 **arguments.band_constants(problem),
                 "HAS_SINKS": problem.has_sinks,
                 "IS_VARLEN": problem.packed,
-                "ALIGN": 1 if problem.mask_shape is problem.bias_shape is None else mask_bits.TILE_KEYS,
+                "ALIGN": first_row_multiple(problem),
             },
             options={"num_warps": 4 if problem.head_dim_v <= 128 else 8, "num_stages": 1, "enable_fp_fusion": True},
         ),

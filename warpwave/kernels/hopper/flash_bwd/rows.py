@@ -209,6 +209,7 @@ def finish_dq_kernel(
     HAS_HIGH: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in registers
     (joint.put_dq), times the scale, rounded once."""
@@ -218,7 +219,7 @@ def finish_dq_kernel(
     item = batch_head // num_heads
     begin, _, q_begin, q_end, tile = _place(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, 1,
+        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
     )  # fmt: skip
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.

@@ -1,6 +1,7 @@
 """Steps that Hopper's backward kernels are built from: probabilities, rings of queries, stores of gradients."""
 
-from warpwave.kernels.hopper.flash_bwd.band import tile_at, visible
+from warpwave.kernels.hopper.dropout import drop, has_dropout
+from warpwave.kernels.hopper.flash_bwd.band import begins_early, tile_at, visible
 from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
@@ -18,7 +19,7 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
     zero_accumulator,
 )
-from warpwave.kernels.hopper.rows import zero_rows, zero_values
+from warpwave.kernels.hopper.rows import zero_head, zero_rows, zero_values
 from warpwave.kernels.hopper.words import hide_words, lines_of_rows, load_words
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
@@ -181,6 +182,22 @@ def wait_rows(stream, n, rows_used, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constex
 
 
 @jit
+def zero_queries_before(stream, n, row_first, band, rules):
+    """Zeroes the rows of tile n of a stream that see nothing, in the first tile of a sequence."""
+    if begins_early(rules.HAS_HIGH, rules):  # noqa: SIM102 (known when compiled, and the other is not)
+        if row_first < band.q_seen:
+            zero_head(stream.ring.pieces, n % stream.ring.stages, band.q_seen - row_first)
+
+
+@jit
+def zero_keys_before(pieces, tile, key_first, band, rules):
+    """Zeroes the rows of a tile of K or V that nothing sees, in the first tile of a sequence."""
+    if begins_early(rules.HAS_LOW, rules):  # noqa: SIM102 (known when compiled, and the other is not)
+        if key_first < band.k_seen:
+            zero_head(pieces, tile, band.k_seen - key_first)
+
+
+@jit
 def zero_tail(x, rows_used, COUNT: gl.constexpr):
     """Zeroes rows of x, COUNT in shared memory, from `rows_used` on, for wgmma to read."""
     for first in gl.static_range(0, COUNT, 16):  # few rows at a time, for the sake of registers
@@ -279,6 +296,32 @@ def probabilities(
         rows, keys = places(x, row_first, key_first, KEYS_FIRST)
         p = gl.where(visible(band, rows, keys, rules), p, 0.0)
     return p, cap
+
+
+@jit
+def signed(p, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
+    """Returns P, negated where dropout drops a pair; P without dropout."""
+    if has_dropout(rules.dropout):
+        p = drop(p, rules.dropout, row_first, key_first, KEYS_FIRST, True)
+    return p
+
+
+@jit
+def kept(p, rules):
+    """Returns what dropout leaves of `signed` P, before its scale."""
+    if has_dropout(rules.dropout):
+        p = gl.maximum(p, 0.0)
+    return p
+
+
+@jit
+def gradient(p, dp, delta, rules):
+    """Returns P (dP - delta) from `signed` P and from dP of the probabilities that dropout leaves."""
+    if has_dropout(rules.dropout):
+        ds = gl.abs(p) * gl.where(p < 0.0, -delta, dp * rules.dropout.scale - delta)
+    else:
+        ds = p * (dp - delta)
+    return ds
 
 
 @jit

@@ -24,6 +24,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
+MAX_HEAD_DIM_WITH_DROPOUT = 256  # as gradients
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
 
 
@@ -35,7 +36,10 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
         found += precision.why_not(problem, gpu, ABLE)
-    found += reasons.of_gradients(problem) + reasons.of_dropout(problem)
+    found += reasons.of_gradients(problem)
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM_WITH_DROPOUT
+    if problem.dropout_p and (problem.dtype == "float32" or is_wide):
+        found.append(f"it has dropout only in 16-bit types and up to head_dim {MAX_HEAD_DIM_WITH_DROPOUT}")
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size > MAX_HEAD_DIM[problem.dtype]:
             found.append(

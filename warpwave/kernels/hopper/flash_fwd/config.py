@@ -119,12 +119,12 @@ def q_in_registers(problem: AttentionProblem, config: Config) -> int:
 
     The product of scores then reads 96 bytes of shared memory a clock instead of 128, which is the maximum: 1.004 to
     1.009 times as fast at 16 x 1024 to 1 x 16384, full and causal. With a quarter in registers it takes 1.02 times as
-    long, with half at head_dim 128 1.01 times. If scores need more work (masks, biases), registers run out.
+    long, with half at head_dim 128 1.01 times. If scores need more work (masks, biases, dropout), registers run out.
     """
     of_queries, of_values = row_pieces(problem, config)
     wide = problem.dtype != "float32" and of_queries == of_values == (256,)
     bare = problem.mask_shape is problem.bias_shape is problem.alibi_shape is None and problem.softcap == 0.0
-    bare = bare and problem.window_size == (-1, -1) and not problem.packed
+    bare = bare and problem.window_size == (-1, -1) and not problem.packed and not problem.dropout_p
     return 128 if wide and bare and (config.block_m, config.block_n) == (128, 64) else 0
 
 

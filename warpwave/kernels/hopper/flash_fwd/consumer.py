@@ -7,6 +7,7 @@ The same holds for all tiles of a boolean mask; tiles that it hides entirely are
 """
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.dropout import drop, has_dropout, key_of, of_head
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     has_bias_tiles,
@@ -42,7 +43,7 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
     zero_accumulator,
 )
-from warpwave.kernels.hopper.rows import store_out, zero_values
+from warpwave.kernels.hopper.rows import store_out, zero_head, zero_values
 from warpwave.kernels.hopper.serial import serial_tiles, too_wide_to_overlap
 from warpwave.kernels.hopper.softmax import (
     factors_of_out,
@@ -64,7 +65,7 @@ from warpwave.kernels.hopper.split_float32 import (
     store_float32,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
+from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block, with_dropout
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,
@@ -99,7 +100,7 @@ def step(
     if rules.VALUES_FIRST:
         # With the rescale before them, the exponentials and the conversions of their results form one basic block, and
         # ptxas interleaves the conversions with the exponentials: 3 % at head_dim 64.
-        wait_full(v_ring, n + 1)
+        wait_step_values(v_ring, n + 1, tile, place, keys, rules)
         acc = wait_for(pending)
         hand_back_multiplied(v_ring, n)
         acc = rescaled(acc, alpha)
@@ -108,11 +109,19 @@ def step(
         # This position keeps ptxas from hoisting the wait for wgmma above the exponentials (tests/compile check the
         # order).
         p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
-        wait_full(v_ring, n + 1)
+        wait_step_values(v_ring, n + 1, tile, place, keys, rules)
         acc = wait_for(pending)
         hand_back_multiplied(v_ring, n)
         acc = rescaled(acc, alpha)
-    return operand(p32, v_ring), m_i, lead, l_i, acc
+    return operand(dropped(p32, tile, place, keys, rules), v_ring), m_i, lead, l_i, acc
+
+
+@jit
+def dropped(p, tile, place, keys, rules):
+    """Returns the probabilities of a tile with zeros where dropout drops them. Their sum was taken before."""
+    if has_dropout(rules.dropout):
+        p = drop(p, rules.dropout, place.row_first, keys.begin + tile * rules.BLOCK_N, False, False)
+    return p
 
 
 @jit
@@ -146,9 +155,20 @@ def edge_scores(q, k_ring, n, tile, place, keys, rules):
 
 
 @jit
-def wait_values(v_ring, n, tile, keys, rules):
-    """Waits for V of a tile that may pass the end of its sequence."""
+def wait_step_values(v_ring, n, tile, place, keys, rules):
+    """Waits for V of a tile that does not pass the end of its sequence. With dropout, the first tile of a window may
+    begin before the first visible key; a call with a mask or bias repeats the block instead (mask_bias.py)."""
     wait_full(v_ring, n)
+    if rules.HAS_LOW and has_dropout(rules.dropout) and not is_added(place):
+        unseen = gl.maximum(keys.low, 0) - keys.begin
+        if (tile == 0) & (unseen > 0):
+            zero_head(v_ring.pieces, n % v_ring.stages, unseen)
+
+
+@jit
+def wait_values(v_ring, n, tile, place, keys, rules):
+    """Waits for V of a tile that may pass the end of its sequence."""
+    wait_step_values(v_ring, n, tile, place, keys, rules)
     if rules.IS_VARLEN:
         rows_used = keys.end - keys.begin - tile * rules.BLOCK_N
         if rows_used < rules.BLOCK_N:
@@ -163,8 +183,8 @@ def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rule
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
-    wait_values(v_ring, n, tile, keys, rules)
-    acc = wait_for(values_async(operand(p32, v_ring), v_ring, n, acc))
+    wait_values(v_ring, n, tile, place, keys, rules)
+    acc = wait_for(values_async(operand(dropped(p32, tile, place, keys, rules), v_ring), v_ring, n, acc))
     hand_back_multiplied(v_ring, n)
     return m_i, lead, l_i, acc
 
@@ -207,8 +227,8 @@ def overlapped_tiles(
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
     if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         acc = rescaled(acc, alpha)
-    p = operand(p32, v_ring)
-    wait_values(v_ring, n, tile, keys, rules)
+    p = operand(dropped(p32, tile, place, keys, rules), v_ring)
+    wait_values(v_ring, n, tile, place, keys, rules)
     # The other tiles, each overlapped with the previous tile's product.
     first = whole_begin
     if rules.HAS_LOW:
@@ -248,8 +268,8 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
     acc = rescaled(acc, alpha)
-    p = operand(p32, v_ring)
-    wait_values(v_ring, n, tile, keys, rules)
+    p = operand(dropped(p32, tile, place, keys, rules), v_ring)
+    wait_values(v_ring, n, tile, place, keys, rules)
     while following >= begin:
         tile = following
         following, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 4)
@@ -349,6 +369,7 @@ def consumer(GROUP: gl.constexpr, role):
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     if is_scaled(rules):
         wait_for_launch_before(128)
+    dropout_key = key_of(rules.dropout)
     n = 0  # tiles of K and V consumed so far
     messages = 0
     scheduler.wait_posted(box, messages)
@@ -370,11 +391,13 @@ def consumer(GROUP: gl.constexpr, role):
             if scheduler.is_careful(box, messages):  # tiles without overlap
                 whole_begin = begin
                 whole_end = begin
-        of_head = rules
+        rules_of_head = rules
         if is_scaled(rules):
-            of_head = scaled_rules(
+            rules_of_head = scaled_rules(
                 role.inverses_ptr, role.q_inverses_ptr, work, GROUP, role.num_heads, role.group_size, rules
             )
+        if has_dropout(rules.dropout):
+            rules_of_head = with_dropout(rules, of_head(rules.dropout, dropout_key, work.batch, work.head))
         n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
@@ -386,7 +409,7 @@ def consumer(GROUP: gl.constexpr, role):
 
         if rules.PARTS > 1:
             n, m_i, lead, l_i, acc = split_tiles(
-                q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, of_head
+                q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules_of_head
             )
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         elif too_wide_to_overlap(v_ring.pieces):
@@ -398,11 +421,11 @@ def consumer(GROUP: gl.constexpr, role):
                 mbarrier.arrive(q_empty.index(GROUP), count=1)
         elif is_masked(beside):
             n, m_i, lead, l_i, acc = masked_tiles(
-                q, q_empty, GROUP, k_ring, v_ring, n, begin, end, work, place, keys, rules
+                q, q_empty, GROUP, k_ring, v_ring, n, begin, end, work, place, keys, rules_of_head
             )
         else:
             n, m_i, lead, l_i, acc = overlapped_tiles(
-                q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, of_head
+                q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules_of_head
             )
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
@@ -417,6 +440,8 @@ def consumer(GROUP: gl.constexpr, role):
         if rules.HAS_SINKS:
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(role.sinks_ptr + work.head) * LOG2_E)
         saw_nothing, factor = factors_of_out(l_row, l_out, factor, rules)
+        if has_dropout(rules.dropout):
+            factor = factor * rules.dropout.scale
         inverse = 1.0
         if is_scaled(rules):
             inverse = inverse_of_values(role.inverses_ptr, work, role.num_heads, role.group_size, rules.PARTS)

@@ -11,7 +11,7 @@ import torch
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments
+from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd.config import (
@@ -32,7 +32,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS
 
@@ -55,7 +55,7 @@ BIAS_SOURCE = 4 + 8  # index in the kernel's pointers, after the maps of q, k, v
 
 
 def bind(
-    problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
+    problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None
 ) -> arguments.Run:
     """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
@@ -74,7 +74,7 @@ class _OfClass(NamedTuple):
     family: launch.Family
     sms: int
     boxes: Sequence[tuple[int, tuple[int, ...]]]
-    scalars: Sequence[int | float]
+    scalars: Sequence[int | float | None]
 
 
 class Binder:
@@ -87,7 +87,7 @@ class Binder:
         self._known: dict[Config, _OfClass] = {}
 
     def __call__(
-        self, problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
+        self, problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None
     ) -> arguments.Run:
         """Binds as `bind` does."""
         allocate = arguments.allocator(problem, operands.q)
@@ -107,7 +107,7 @@ class Binder:
         pack = launch.bind(before[0]) if before else None
         family = tensor_maps.family(spec, plans, (first.q, first.k, first.v, out))
         launch_kernel = family.first()
-        if pack is None and operands.bias is None:
+        if pack is None and operands.bias is None and operands.dropout_seed is None:
             if mappable is arguments.as_it_is:
                 boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
                 sms = gpu.num_sms or NUM_SMS
@@ -115,21 +115,21 @@ class Binder:
             return arguments.behind(mappable, _running(allocate, launch_kernel))
         make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
 
-        def run_beside(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
-            q, k, v, mask, bias, *others = operands
+        def run_beside(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
+            q, k, v, mask, bias = operands[:5]
             out, lse = allocate(out)
             words = None
             if pack is not None:
                 words = make_words()
                 pack(mask, words)
-            launch_kernel(q, k, v, out, out, lse, *others, None, words, bias)
+            launch_kernel(q, k, v, out, out, lse, *operands[5:9], None, words, bias, operands.dropout_seed)
             return out, lse
 
         return arguments.behind(mappable, run_beside)
 
 
 def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> arguments.Run:
-    def run(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+    def run(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, *others = operands
         out, lse = allocate(out)
         launch_kernel(q, k, v, out, out, lse, *others)
@@ -138,7 +138,9 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
     return run
 
 
-def _launcher(problem: AttentionProblem, operands: Operands, config: Config, known: _OfClass) -> launch.Launcher | None:
+def _launcher(
+    problem: AttentionProblem, operands: AnyOperands, config: Config, known: _OfClass
+) -> launch.Launcher | None:
     """Returns the launcher of another call of a known class; None if no tensor map can have its strides."""
     packed = problem.packed
     rows = None if packed else host.keys_end(problem)
@@ -159,7 +161,7 @@ def _launcher(problem: AttentionProblem, operands: Operands, config: Config, kno
     return known.family.launcher(min(tiles, known.sms * config.blocks_per_sm), scalars, maps)
 
 
-def _mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operands], Operands]:
+def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
     mappable = host.mappable(problem, operands)
     if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
@@ -169,10 +171,10 @@ def _mappable(problem: AttentionProblem, operands: Operands) -> Callable[[Operan
 
 def _bind_split(
     problem: AttentionProblem,
-    operands: Operands,
+    operands: AnyOperands,
     config: Config,
     allocate: arguments.Allocate,
-    straight: Callable[[Operands], Operands],
+    straight: Callable[[AnyOperands], AnyOperands],
     out: torch.Tensor | None,
 ) -> arguments.Run:
     """Binds float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe the
@@ -183,7 +185,7 @@ def _bind_split(
     launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
     needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
 
-    def run_split(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+    def run_split(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
         out, lse = allocate(out)
         q_parts, k_parts, v_parts = workspace()
@@ -191,7 +193,7 @@ def _bind_split(
         launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k)
         return out, lse
 
-    def run_scaled(operands: Operands, out: torch.Tensor | None = None) -> arguments.Results:
+    def run_scaled(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands
         out, lse = allocate(out)
         q_parts, k_parts, v_parts, inverses, maxima = workspace()
@@ -211,7 +213,7 @@ def _bind_split(
 
 
 def _plans(
-    problem: AttentionProblem, config: Config, operands: Operands, out: torch.Tensor
+    problem: AttentionProblem, config: Config, operands: AnyOperands, out: torch.Tensor
 ) -> list[tensor_maps.MapPlan | None]:
     """Returns the tensor maps of q, k, v and out, host.MAX_PIECES each, and of the bias. Maps of K and V end
     after the last key that a query sees."""
@@ -248,7 +250,12 @@ def _plans_of_parts(
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
 ) -> launch.Launch | tuple[launch.Launch, ...]:
     """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled. For float32
     it also returns the launches that make parts."""
@@ -264,7 +271,7 @@ def specify(
 def _specify_16_bits(
     problem: AttentionProblem,
     gpu: Gpu,
-    operands: Operands,
+    operands: AnyOperands,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
@@ -291,7 +298,12 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
 
 
 def _specify_parts(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
 ) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
     """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
     maps."""
@@ -314,7 +326,7 @@ def _specify_parts(
 def _specify(
     problem: AttentionProblem,
     gpu: Gpu,
-    operands: Operands,
+    operands: AnyOperands,
     sources: tuple[torch.Tensor, ...],
     plans: list[tensor_maps.MapPlan | None],
     lse: torch.Tensor | None,
@@ -331,10 +343,11 @@ def _specify(
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m)
     sms = gpu.num_sms or NUM_SMS
+    others = (inverses, words, operands.bias, operands.dropout_seed)
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
         grid=min(tiles, sms * config.blocks_per_sm),
-        tensors=(*descriptors, out_ptr, lse, *operands[5:], inverses, words, operands.bias, host.counter(out)),
+        tensors=(*descriptors, out_ptr, lse, *operands[5:9], *others, host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles, parts),
         constants=_constants(problem, config, parts) | {"BIAS": host.bias_kind(operands.bias)},
         options={
@@ -347,21 +360,22 @@ def _specify(
 
 
 def _scalars(
-    problem: AttentionProblem, operands: Operands, config: Config, tiles: int, parts: int
-) -> list[int | float]:
+    problem: AttentionProblem, operands: AnyOperands, config: Config, tiles: int, parts: int
+) -> list[int | float | None]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts)
     return [*schedule, *_after_schedule(problem, operands)]
 
 
-def _after_schedule(problem: AttentionProblem, operands: Operands) -> list[int | float]:
+def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[int | float | None]:
     """Returns the last run-time arguments. Without a mask or bias they do not depend on lengths."""
     scale, softcap = host.score_units(problem)
     if problem.bias_shape is not None:  # scores stay in natural units until the bias is added (mask_bias.py)
         scale, softcap = (scale, problem.softcap) if softcap else (problem.softmax_scale, 0.0)
     if problem.dtype != "float32" and scale == 0.0:
         scale = 2.0**-100  # hidden scores are multiplied too, and 0 * -inf is NaN; all others still round to 0
-    return [scale, softcap, *mask_bits.strides(problem), *arguments.broadcast_strides(operands.bias)[:3]]
+    of_bias = arguments.broadcast_strides(operands.bias)[:3]
+    return [scale, softcap, *mask_bits.strides(problem), *of_bias, *dropout.scalars(problem.dropout_p)]
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:

@@ -22,6 +22,7 @@ docs/notes/hopper.md lists what was tried and what each part gained.
 from __future__ import annotations
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.dropout import Dropout
 from warpwave.kernels.hopper.flash_fwd.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, is_added
 from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
@@ -36,6 +37,7 @@ UNSPECIALISED = [
     *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right", "stride_words_b"),
     *("stride_words_h", "stride_words_t", "stride_words_m", "stride_bias_b", "stride_bias_h", "stride_bias_m"),
     *("flags_begin", "stride_flags_b", "stride_flags_h", "stride_flags_m"),
+    "dropout_threshold",
 ]
 
 
@@ -63,6 +65,7 @@ def hopper_flash_fwd_kernel(
     inverses_ptr,
     words_ptr,
     bias_ptr,
+    dropout_seed_ptr,
     counter_ptr,
     stride_alibi_b,
     stride_lb,
@@ -92,6 +95,8 @@ def hopper_flash_fwd_kernel(
     stride_bias_b,
     stride_bias_h,
     stride_bias_m,
+    dropout_threshold,
+    dropout_scale,
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -126,9 +131,13 @@ def hopper_flash_fwd_kernel(
     out_maps = k_maps  # unused: in float32 out is stored from registers
     if HEAD_DIM_V == 0:
         out_maps = present(out_map, out_map_2, out_map_3)
+    dropout = ()
+    if dropout_seed_ptr is not None:
+        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V, Q_IN_REGISTERS,
+        False, dropout,
     )  # fmt: skip
     # Tuples and aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through
     # them.

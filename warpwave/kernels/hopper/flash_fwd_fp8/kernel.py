@@ -33,7 +33,7 @@ from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem, QuantizedOperands
-from warpwave.runtime import graphs, launch, tensor_maps
+from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 
 __all__ = ["NAME", "NEEDS_GPU", "QUANTIZED", "bind", "hopper_flash_fwd_fp8_kernel", "specify"]
@@ -224,8 +224,6 @@ def hopper_flash_fwd_fp8_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-NAMES = "q k v slopes sinks offsets_q offsets_k q_descale k_descale v_descale out lse"
-
 
 def bind(
     problem: AttentionProblem, operands: QuantizedOperands, config: Config, out: torch.Tensor | None = None
@@ -241,17 +239,14 @@ def bind(
     launch_kernel = tensor_maps.bind(
         attend, _plans(problem, config, first, transposed, out), (*first[:2], transposed, out)
     )
-    launch_all = graphs.bind(
-        NAMES,
-        graphs.Between("transposed", [(transposed.shape, transposed.dtype)], out.device),
-        (launch.bind(ahead), "v offsets_q offsets_k transposed"),
-        (launch_kernel, "q k transposed out out lse slopes sinks offsets_q offsets_k q_descale k_descale v_descale"),
-    )
+    transpose, workspace = launch.bind(ahead), scratch.memory([(transposed.shape, transposed.dtype)], out.device)
 
     def run(operands: QuantizedOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, *others = operands
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *factors = operands
         out, lse = allocate(out)
-        launch_all(q, k, v, *others[:7], out, lse)
+        (transposed,) = workspace()
+        transpose(v, offsets_q, offsets_k, transposed)
+        launch_kernel(q, k, transposed, out, out, lse, slopes, sinks, offsets_q, offsets_k, *factors[:3])
         return out, lse
 
     return arguments.behind(mappable, run)

@@ -1,0 +1,158 @@
+"""Dropout in Hopper's kernels: which probabilities a warpgroup drops (../dropout.py defines it).
+
+A thread of a wgmma accumulator holds pairs that share a call of Philox, four by four, if its tile begins at multiples
+of 16 queries and keys. With dropout, tiles therefore begin at such multiples: a sequence's first tile may begin up to
+15 rows before the first that is seen, which are zeroed in shared memory (`rows.zero_head`).
+"""
+
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
+
+from warpwave.kernels.dropout import dropout_words, load_dropout_key
+from warpwave.kernels.hopper.parts import accumulator_layout
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
+
+PERIOD = gl.constexpr(16)  # tiles begin at multiples of it
+
+
+@aggregate
+class Dropout:
+    """Dropout of a call.
+
+    Args:
+        seed_ptr: (seed, offset).
+        threshold, scale: of `dropout.scalars`.
+    """
+
+    seed_ptr: gl.tensor
+    threshold: gl.tensor
+    scale: gl.tensor
+
+    @constexpr_function
+    def __init__(self, seed_ptr, threshold, scale):
+        self.seed_ptr = seed_ptr
+        self.threshold = threshold
+        self.scale = scale
+
+
+@aggregate
+class HeadDropout:
+    """Dropout of one query head of a sequence.
+
+    Args:
+        key: of the call, from `key_of`.
+        batch, head: numbers of the sequence and of the head.
+        threshold, scale: see `Dropout`.
+    """
+
+    key: gl.tuple
+    batch: gl.tensor
+    head: gl.tensor
+    threshold: gl.tensor
+    scale: gl.tensor
+
+    @constexpr_function
+    def __init__(self, key, batch, head, threshold, scale):
+        self.key = key
+        self.batch = batch
+        self.head = head
+        self.threshold = threshold
+        self.scale = scale
+
+
+@constexpr_function
+def has_dropout(dropout):
+    """Returns whether there is dropout; `dropout` is a `Dropout`, a `HeadDropout`, or () for none."""
+    if hasattr(dropout, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
+        return False
+    return hasattr(dropout, "threshold")
+
+
+@jit
+def key_of(dropout):
+    """Returns the key of a call, () without dropout."""
+    if has_dropout(dropout):
+        return load_dropout_key(dropout.seed_ptr)
+    else:
+        return ()
+
+
+@jit
+def of_head(dropout, key, batch, head):
+    """Returns the dropout of a head, () without dropout."""
+    if has_dropout(dropout):
+        return HeadDropout(key, batch, head, dropout.threshold, dropout.scale)
+    else:
+        return ()
+
+
+@jit
+def drop(p, dropout, row_first, key_first, KEYS_FIRST: gl.constexpr, NEGATE: gl.constexpr):
+    """Returns p, at least 0, with zeros where dropout drops a pair; with its negative if NEGATE.
+
+    The sign holds what dropout drops until dP is there, and takes no registers. Sixteen columns at a time, for ptxas
+    keeps the state of all calls of Philox that it finds side by side.
+
+    Args:
+        p: [keys, queries] if KEYS_FIRST, else [queries, keys].
+        row_first, key_first: the first query and key, multiples of PERIOD.
+    """
+    half: gl.constexpr = p.shape[1] // 2
+    if p.shape[1] > PERIOD:
+        first, second = gl.split(gl.permute(gl.reshape(p, [p.shape[0], 2, half]), (0, 2, 1)))
+        first = gl.convert_layout(first, accumulator_layout(half), assert_trivial=True)
+        second = gl.convert_layout(second, accumulator_layout(half), assert_trivial=True)
+        first = drop(first, dropout, row_first, key_first, KEYS_FIRST, NEGATE)
+        if KEYS_FIRST:
+            second = drop(second, dropout, row_first + half, key_first, KEYS_FIRST, NEGATE)
+        else:
+            second = drop(second, dropout, row_first, key_first + half, KEYS_FIRST, NEGATE)
+        both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [p.shape[0], p.shape[1]])
+        return gl.convert_layout(both, p.type.layout, assert_trivial=True)
+    else:
+        upright = gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout))[:, None]
+        across = gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
+        if KEYS_FIRST:
+            rows = across
+            keys = upright
+        else:
+            rows = upright
+            keys = across
+        words = dropout_words(
+            (opaque(dropout.key[0]), opaque(dropout.key[1])),
+            dropout.batch,
+            dropout.head,
+            row_first,
+            rows,
+            key_first,
+            keys,
+        )
+        threshold = gl.full(p.shape, dropout.threshold, gl.int32, p.type.layout)
+        if NEGATE:
+            return negate_below(p, words, threshold)
+        else:
+            return zero_below(p, words, threshold)
+
+
+@jit
+def opaque(x):
+    """Returns x, of which LLVM does not know that it is the same in the next tile."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.uint32, is_pure=False, pack=1)
+
+
+@jit
+def zero_below(p, words, threshold):
+    """Returns p, or 0 where a word is below the threshold. Without inline PTX, LLVM selects after the conversion to 16
+    bits, at three instructions a pair instead of two."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.ge.s32 q, $2, $3; selp.b32 $0, $1, 0, q; }", "=r,r,r,r", [p, words, threshold],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def negate_below(p, words, threshold):
+    """Returns p, or its negative where a word is below the threshold."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; .reg .f32 t; neg.f32 t, $1; setp.ge.s32 q, $2, $3; selp.b32 $0, $1, t, q; }",
+        "=r,r,r,r", [p, words, threshold], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
