@@ -455,7 +455,8 @@ def test_rows_that_share_one_cache() -> None:
 
 def test_no_softcap_is_none_too() -> None:
     q, k, v = qkv((5, 7))
-    assert torch.equal(flash_attn.flash_attn_func(q, k, v, softcap=None), flash_attn.flash_attn_func(q, k, v))
+    none: Any = None
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, softcap=none), flash_attn.flash_attn_func(q, k, v))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

@@ -169,7 +169,8 @@ def test_torch_answers_one_batch_beside_none() -> None:
 def test_a_boolean_is_a_number_as_in_torch() -> None:
     """torch takes booleans for its numbers, warpwave does not: torch answers."""
     q, k, v = tensors(SHAPES["4 axes"])
-    for options in ({"dropout_p": False}, {"scale": True}):
+    calls: list[dict[str, Any]] = [{"dropout_p": False}, {"scale": True}]
+    for options in calls:
         assert torch.equal(pytorch.scaled_dot_product_attention(q, k, v, **options), TORCHS(q, k, v, **options))
 
 
