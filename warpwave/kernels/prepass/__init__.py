@@ -1,1 +1,1 @@
-"""Kernels that prepare operands before a forward: mask bits, scaled and split float32 parts."""
+"""Kernels that prepare operands before a forward: mask bits, scaled and split float32 parts, V transposed."""

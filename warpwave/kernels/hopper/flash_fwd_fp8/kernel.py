@@ -11,8 +11,8 @@ with V covers more than 128 keys; its sum is added in float32 (products.py), whe
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3.3.
 
-Bound: latency. A tile takes as long as the products and the softmax of both warpgroups one after another, so products
-of 8 bits do not help: 0.76 to 0.95 of the speed of `flash_fwd` in 16 bits (docs/notes/hopper_fp8.md).
+Bound: expected to be exponentials and instruction issue; not measured. The version before, which transposed V on chip
+and took no turns, was bound by latency: 0.76 to 0.95 of the speed of `flash_fwd` in 16 bits (docs/notes/hopper_fp8.md).
 """
 
 from __future__ import annotations
