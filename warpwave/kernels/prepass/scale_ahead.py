@@ -24,7 +24,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.prepass.split_ahead import operand_strides
 from warpwave.kernels.primitives import IN_INTERPRETER
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
@@ -416,7 +416,7 @@ def workspace_floats(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Operands, arithmetic: str, shapes: tuple[tuple[int, ...], ...]
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, arithmetic: str, shapes: tuple[tuple[int, ...], ...]
 ) -> Scaling:
     """Returns the launches that convert q, k and v to the float16 parts of an arithmetic.
 
