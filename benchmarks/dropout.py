@@ -54,7 +54,7 @@ def steps_of(head_dim: int, batch: int, seqlen: int, causal: bool, probabilities
     """Returns what is timed of one shape, by name."""
     heads = 2048 // head_dim
     q, k, v, dout = (torch.randn(batch, seqlen, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    trained = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
+    trained = tuple(t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v))
     seed, gpu = torch.tensor([5, 7], device="cuda"), current_gpu(q.device)
 
     def ours(p: float, kernel: str) -> tuple[Step, Step]:
@@ -78,7 +78,8 @@ def steps_of(head_dim: int, batch: int, seqlen: int, causal: bool, probabilities
     def sdpa(p: float) -> tuple[Step, Step]:
         def forward() -> Any:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return torch.nn.functional.scaled_dot_product_attention(*trained, dropout_p=p, is_causal=causal)
+                a, b, c = trained
+                return torch.nn.functional.scaled_dot_product_attention(a, b, c, dropout_p=p, is_causal=causal)
 
         def alone() -> Any:
             with torch.no_grad():

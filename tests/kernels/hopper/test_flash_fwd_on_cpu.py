@@ -109,8 +109,8 @@ def on_cpu(
         schedule_names = names[scheduler.__name__]
         dropped: Any = ()
         if problem.dropout_p:
-            seed = gluon_on_cpu.Pointer(operands.dropout_seed)
-            dropped = names[hopper_dropout.__name__].Dropout(seed, *line_strides[11:])
+            seed: Any = operands.dropout_seed
+            dropped = names[hopper_dropout.__name__].Dropout(gluon_on_cpu.Pointer(seed), *line_strides[11:])
         rules = names[visible.__name__].Rules(
             scale, softcap_log2, left, right, groups, block_n,
             *(constants[n] for n in ("HAS_LOW", "HAS_HIGH", "TOP_LEFT", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SINKS")),

@@ -4,7 +4,7 @@ float32."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,7 +74,7 @@ class _OfClass(NamedTuple):
     family: launch.Family
     sms: int
     boxes: Sequence[tuple[int, tuple[int, ...]]]
-    scalars: Sequence[int | float | None]
+    scalars: Sequence[Any]
 
 
 class Binder:
@@ -359,15 +359,13 @@ def _specify(
     )
 
 
-def _scalars(
-    problem: AttentionProblem, operands: AnyOperands, config: Config, tiles: int, parts: int
-) -> list[int | float | None]:
+def _scalars(problem: AttentionProblem, operands: AnyOperands, config: Config, tiles: int, parts: int) -> list[Any]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts)
     return [*schedule, *_after_schedule(problem, operands)]
 
 
-def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[int | float | None]:
+def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[Any]:
     """Returns the last run-time arguments. Without a mask or bias they do not depend on lengths."""
     scale, softcap = host.score_units(problem)
     if problem.bias_shape is not None:  # scores stay in natural units until the bias is added (mask_bias.py)
