@@ -292,63 +292,6 @@ def test_a_strided_seed_is_read_by_its_strides() -> None:
     assert bits(found[0]) == bits(found[1])
 
 
-@pytest.fixture
-def on_hopper() -> None:
-    if GPU.arch != "sm_90":
-        pytest.skip("needs a Hopper GPU")
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("number", range(12))
-@pytest.mark.parametrize("dims", [(64, 256), (256, 256), (128, 128), (64, 64)], ids=str)
-def test_hoppers_forward_drops_the_same_pairs(dims: tuple[int, int], number: int) -> None:
-    """With equal scores and v the identity, out is the mask, by every config."""
-    keys, p = dims[1], 0.4
-    q = torch.zeros(2, 333, 4, dims[0], device=DEVICE, dtype=torch.float16)
-    k = torch.zeros(2, keys, 2, dims[0], device=DEVICE, dtype=torch.float16)
-    v = torch.eye(keys, device=DEVICE, dtype=torch.float16)[None, :, None].expand(2, -1, 2, -1).contiguous()
-    options: dict[str, Any] = {"dropout_p": p, "dropout_seed": seed_of(), "kernel": "hopper/flash_fwd"}
-    problem = warpwave.explain(q, k, v, **options).problem
-    configs = dispatch.hopper_flash_fwd.configs(problem, GPU)
-    if number >= len(configs):
-        pytest.skip("this head size has fewer configs")
-    out = warpwave.attention(q, k, v, config=configs[number], **options)
-    kept = dropout.kept(p, seed_of(), range(2), range(4), range(333), range(keys))
-    assert torch.equal(out.transpose(1, 2) != 0, kept)
-    torch.testing.assert_close(out[out != 0].float(), torch.full_like(out[out != 0].float(), 1 / keys / (1 - p)),
-                               rtol=2e-3, atol=0)  # fmt: skip
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_hoppers_gradients_drop_the_same_pairs(head_dim: int, packed: bool, deterministic: bool) -> None:
-    """With equal scores and dout the identity, dv is the mask; dq and dk are eager's."""
-    keys, p = 333, 0.4
-    given = [torch.zeros(2, head_dim, 2, head_dim, device=DEVICE, dtype=torch.float16).requires_grad_()]
-    given += [torch.randn(2, keys, 2, head_dim, device=DEVICE, dtype=torch.float16).requires_grad_() for _ in "kv"]
-    dout = torch.eye(head_dim, device=DEVICE, dtype=torch.float16)[None, :, None].expand(2, -1, 2, -1)
-    found = []
-    for kernel in ("auto", "eager"):
-        options: dict[str, Any] = {"dropout_p": p, "dropout_seed": seed_of(), "kernel": kernel}
-        if packed:
-            ends = [torch.arange(3, dtype=torch.int32, device=DEVICE) * n for n in (head_dim, keys)]
-            sizes = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "max_seqlen_q": head_dim, "max_seqlen_k": keys}
-            out = warpwave.attention_varlen(
-                *(t.flatten(0, 1) for t in given), deterministic=deterministic, **sizes, **options
-            ).unflatten(0, (2, head_dim))
-        else:
-            out = warpwave.attention(*given, deterministic=deterministic, **options)
-        found.append(torch.autograd.grad(out, given, dout))
-    kept = dropout.kept(p, seed_of(), range(2), range(2), range(head_dim), range(keys))
-    assert torch.equal(found[0][2].permute(0, 2, 3, 1) != 0, kept)
-    for ours, expected in zip(*found, strict=True):
-        assert (ours - expected).float().norm() <= 2e-3 * expected.float().norm()
-
-
 REFUSING = [name for name in KERNELS if name not in ("flash_fwd", "hopper/flash_fwd", "eager")]
 
 

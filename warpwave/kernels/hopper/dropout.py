@@ -117,15 +117,8 @@ def drop(p, dropout, row_first, key_first, KEYS_FIRST: gl.constexpr, NEGATE: gl.
         else:
             rows = upright
             keys = across
-        words = dropout_words(
-            (opaque(dropout.key[0]), opaque(dropout.key[1])),
-            dropout.batch,
-            dropout.head,
-            row_first,
-            rows,
-            key_first,
-            keys,
-        )
+        key = (opaque(dropout.key[0]), opaque(dropout.key[1]))
+        words = dropout_words(key, dropout.batch, dropout.head, row_first, rows, key_first, keys)
         threshold = gl.full(p.shape, dropout.threshold, gl.int32, p.type.layout)
         if NEGATE:
             return negate_below(p, words, threshold)
@@ -135,7 +128,7 @@ def drop(p, dropout, row_first, key_first, KEYS_FIRST: gl.constexpr, NEGATE: gl.
 
 @jit
 def opaque(x):
-    """Returns x, of which LLVM does not know that it is the same in the next tile."""
+    """Returns x as if it were another number in each tile: LLVM would keep the 14 round keys in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.uint32, is_pure=False, pack=1)
 
 
