@@ -15,7 +15,7 @@ import torch
 import warpwave
 from tests.test_driver import Counters, Device, Driver, bound, device, known
 from warpwave.gpu import current_gpu
-from warpwave.kernels.three_kernel import config as three_kernel_configs
+from warpwave.kernels.three_kernel.choice import own_products
 from warpwave.runtime import driver, graphs, launch, scratch
 
 __all__ = ["device", "known"]  # fixtures
@@ -315,7 +315,7 @@ def test_graphs_give_the_bits_of_single_launches(
         pytest.skip(f"{kernel} does not run here")
     config = None
     if kernel == "three_kernel":  # whose default may be torch's products
-        config = three_kernel_configs.own_products(explained.problem, current_gpu(q.device))
+        config = own_products(explained.problem, current_gpu(q.device))
     attend = functools.partial(warpwave.attention, q, k, v, kernel=kernel, config=config)
     start, replayed = driver.graph_call(), []
     assert start is not None

@@ -13,7 +13,8 @@ A kernel is a module or package of `warpwave.kernels` with
     cost(problem, gpu, config) -> Cost         bytes moved and operations computed
     configs(problem, gpu) -> list[Config]      the default first, then the search space
     default(problem, gpu) -> Config            optional: the first of `configs`, without listing the others
-    notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config
+    notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config: the rows of the family's
+                                               table that chose it (kernels/rules.py)
     bind(problem, operands, config, out=None)  -> run(operands, out=None) -> (out, lse or None). Bound with a caller's
                                                out, it stores to the out of each call; that one is contiguous and
                                                begins at a multiple of 16 bytes unless

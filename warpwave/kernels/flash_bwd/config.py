@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
+from warpwave.kernels.rules import NOT_MEASURED, Rule, by_width
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 
@@ -120,7 +124,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """The config with which a problem runs where nobody names another; None where none fits."""
-    table = _default(problem, gpu)
+    table = of_table(problem, gpu)
     tiles = [_fitted(problem, gpu, tile, owns) for tile, owns in ((table.dq, False), (table.dkv, True))]
     return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1], table.split_dkv)
 
@@ -164,46 +168,99 @@ def space() -> list[Tile]:
     ]
 
 
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The table's config, with fewer walked rows where a tile of mask or bias takes registers and shared memory too."""
-    config = _default_without_mask(problem, gpu)
-    if problem.mask_shape is None and problem.bias_shape is None:
-        return config
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """The properties of a call that the rows of `RULES` read."""
+
+    def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
+        self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
+        width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+
+
+# The tiles of a call without mask or bias: the widest that compile without spills, or with fewest (tests/compile).
+RULES: tuple[Rule[Config], ...] = (
+    *by_width(
+        "float32",
+        lambda c: c.is_float32,
+        (
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+            Config(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), True),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, AMD",
+        lambda c: c.gpu.vendor == "amd",
+        (
+            Config(Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
+            Config(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, Hopper",
+        lambda c: c.gpu.capability == 90,
+        (
+            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), True),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, NVIDIA with tcgen05",
+        lambda c: c.gpu.capability in (100, 103),
+        (
+            Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits",
+        lambda c: True,
+        (
+            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
+            Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), True),
+        ),
+        NOT_MEASURED,
+    ),
+)
+
+
+def _halved(config: Config, call: Call) -> Config:
     dq = replace(config.dq, block_n=max(16, config.dq.block_n // 2), num_stages=min(2, config.dq.num_stages))
     dkv = replace(config.dkv, block_m=max(16, config.dkv.block_m // 2), num_stages=min(2, config.dkv.num_stages))
     return replace(config, dq=dq, dkv=dkv)
 
 
-def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The widest tiles that compile without spills, or with fewest (tests/compile). None is timed yet."""
-    width = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    bucket = 0 if width <= 64 else 1 if width <= 128 else 2
-    if problem.dtype == "float32":
-        return (
-            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-            Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
-            Config(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), True),
-        )[bucket]
-    if gpu.vendor == "amd":
-        return (
-            Config(Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
-            Config(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
-            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-        )[bucket]
-    if gpu.capability == 90:
-        return (
-            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
-            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), True),
-        )[bucket]
-    if gpu.capability in (100, 103):
-        return (
-            Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
-            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-            Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
-        )[bucket]
-    return (
-        Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
-        Config(Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
-        Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), True),
-    )[bucket]
+# How a mask or bias, whose tiles also take registers and shared memory, changes the tiles.
+RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
+    Rule("a mask or bias: half as many walked rows", lambda c: True, (_halved,), NOT_MEASURED),
+)
+rule_of = rules.chooser(RULES, Call)
+
+
+def rows_of(problem: AttentionProblem, gpu: Gpu) -> list[Rule[Any]]:
+    """Returns the rows that choose the default config: of `RULES`, and of `RULES_OF_MASKS` for a mask or bias."""
+    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+    return [rule_of(problem, gpu), *(RULES_OF_MASKS if is_masked else ())]
+
+
+def of_table(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the config that the tables choose, whether or not it fits shared memory."""
+    first, *changes = rows_of(problem, gpu)
+    return rules.changed(first.choices[0], changes, None)
+
+
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` prints about a config: the rows that chose it."""
+    chosen = default(problem, gpu)
+    return rules.notes(rows_of(problem, gpu), config == chosen, chosen == of_table(problem, gpu))

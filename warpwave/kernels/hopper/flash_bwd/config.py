@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import reasons
+from warpwave.kernels import reasons, rules
 from warpwave.kernels.hopper.host import bias_bytes, pieces
+from warpwave.kernels.rules import Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
@@ -56,21 +57,54 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
     return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
 
 
+GRADIENTS_LOG = "2026-11-23-h200-gradients.log"
+APART = Config(128, 2, is_joint=False)
+
+# A row lists all configs of a call, the default first.
+RULES: tuple[Rule[Config], ...] = (
+    Rule(
+        "head_dim above 128",
+        lambda problem: max(problem.head_dim, problem.head_dim_v) > MAX_JOINT,
+        (Config(64, 2, is_joint=False),),
+        "not measured; dQ, dK and dV of a tile do not fit the registers of two warpgroups",
+    ),
+    Rule(
+        "deterministic gradients, or a mask or bias",
+        lambda problem: problem.deterministic or problem.mask_shape is not None or problem.bias_shape is not None,
+        (APART,),
+        "not measured; only launches apart repeat bit for bit, and take masks and biases",
+    ),
+    Rule(
+        "head_dim up to 64",
+        lambda problem: width(problem) == NARROW,
+        (Config(128, 2), APART),
+        "a third stage fits Q alone: 0.97 to 1.00 times as fast",
+        GRADIENTS_LOG,
+    ),
+    Rule(
+        "head_dim 65 to 128",
+        lambda problem: True,
+        (Config(64, 3), APART),
+        "1.02 to 1.05 times as fast as two stages",
+        GRADIENTS_LOG,
+    ),
+)
+rule_of = rules.chooser(RULES, lambda problem, gpu: problem)
+
+
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the configs of a head size, the default first. Only launches apart repeat bit for bit, and take masks
-    and biases."""
-    if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
-        return [Config(64, 2, is_joint=False)]
-    apart = Config(128, 2, is_joint=False)
-    if problem.deterministic or problem.mask_shape is not None or problem.bias_shape is not None:
-        return [apart]
-    # A third stage: 1.02 to 1.05 times as fast at head_dim 128. At 64 it fits Q alone: 0.97 to 1.00 times.
-    return [Config(128, 2) if width(problem) == NARROW else Config(64, 3), apart]
+    """Returns the configs of a call, the default first."""
+    return list(rule_of(problem, gpu).choices)
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the config with which gradients are computed."""
-    return configs(problem, gpu)[0]
+    return rule_of(problem, gpu).choices[0]
+
+
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` prints about a config: the row that chose it."""
+    return rules.notes([rule_of(problem, gpu)], config == default(problem, gpu))
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:

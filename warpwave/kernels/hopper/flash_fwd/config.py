@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
-from warpwave.kernels.rules import Rule, deciding, note, undecided
+from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
 
 SHORT_KEYS = 2048
@@ -171,8 +172,8 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     """Returns the rules that depend on lengths, each with its first config that fits the GPU, else any that fits."""
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
-    rules = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
-    return [(rule, next((c for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other)) for rule in rules]
+    rows = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
+    return [(rule, next((c for c in rule.choices if _fits_shared_memory(problem, gpu, c)), other)) for rule in rows]
 
 
 @by_kind
@@ -412,4 +413,5 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
-    return [note(rule_of(problem, gpu), config)]
+    rule, chosen = rule_of(problem, gpu), default(problem, gpu)
+    return rules.notes([rule], config == chosen, chosen in rule.choices)
