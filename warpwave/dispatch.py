@@ -144,8 +144,8 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
 
     Raises:
         InvalidInput: no kernel has that name, or a config was given without naming its kernel.
-        InvalidType: the config is another kernel's, or a GPU kernel was asked for CPU tensors beside a usable GPU.
-        UnsupportedProblem: the kernel asked for cannot run the problem; carries its reasons.
+        InvalidType: the config is another kernel's, or a GPU kernel was named for CPU tensors, and a GPU is available.
+        UnsupportedProblem: the named kernel cannot run the problem; the error lists its reasons.
     """
     if kernel == "auto":
         if config is not None:

@@ -1,4 +1,4 @@
-"""Configs of `flash_bwd`: what one is, how much shared memory its launches take, and which is the default where."""
+"""Configs of `flash_bwd`: their tiles, the shared memory of their launches, and the tables that choose the default."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Config:
 
 
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
-    """How products are computed: as in the forward, but bf16x6 for a call that names bf16x3, whose gradients are held
-    to the error of float32 products (tests/conformance/gates.py)."""
+    """Returns the arithmetic of products: that of the forward, but bf16x6 for a call that names bf16x3, because
+    gradients must be as accurate as float32 products (tests/conformance/gates.py)."""
     found = dot_precision(problem, gpu)
     return "bf16x6" if found == problem.precision == "bf16x3" else found
 
@@ -66,7 +66,7 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
     return max(smem_of_tile(problem, gpu, config.dq, False), smem_of_tile(problem, gpu, config.dkv, True))
 
 
@@ -91,7 +91,7 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
         ahead = arriving if tile.num_stages > 1 or gpu.arch == "gfx950" else 0
         return (one + ahead) * 17 // 16 + size * score
     if arithmetic in PARTS and gpu.capability in (90, 100, 103):
-        # Operands and scores stand in shared memory as they are and in parts.
+        # Shared memory holds operands and scores both unchanged and in parts.
         parts = 2 * PARTS[arithmetic] if arithmetic.startswith("bf16") else 4
         beside += parts * (walked * sum(widths) + 2 * score)
         size += parts
@@ -113,7 +113,7 @@ def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other config that differs from it in the tile of one launch."""
+    """Returns the default first, then every config that differs from it in the tile of one launch."""
     first = default(problem, gpu)
     if first is None:
         return []
@@ -123,15 +123,15 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
-    """The config with which a problem runs where nobody names another; None where none fits."""
+    """Returns the config used for the gradients of a problem; None if no config fits."""
     table = of_table(problem, gpu)
     tiles = [_fitted(problem, gpu, tile, owns) for tile, owns in ((table.dq, False), (table.dkv, True))]
     return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1], table.split_dkv)
 
 
 def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Tile | None:
-    """The tile, or the largest smaller one that fits: fewer tiles in flight, then fewer rows of the walked operands,
-    then fewer of the owned; None where none fits."""
+    """Returns the tile, or the largest smaller one that fits: fewer tiles in flight, then fewer rows of the walked
+    operands, then fewer of the owned ones; None if none fits."""
     candidates = fitting(problem, gpu, owns_keys)
     owned, walked = ("block_n", "block_m") if owns_keys else ("block_m", "block_n")
     while tile not in candidates:
@@ -148,7 +148,7 @@ def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) ->
 
 @by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
-    """The tiles of one launch that fit the GPU's shared memory, less those that Hopper computes slowly."""
+    """Returns the tiles of one launch that fit the GPU's shared memory, except those that are slow on Hopper."""
     found = [tile for tile in space() if smem_of_tile(problem, gpu, tile, owns_keys) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90 and (problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"):
         # Two warpgroups on 64 rows split the columns of a wgmma between them (flash_fwd's config).
@@ -158,7 +158,7 @@ def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
 
 @cache
 def space() -> list[Tile]:
-    """Every candidate."""
+    """Returns every candidate."""
     return [
         Tile(block_m, block_n, num_warps, num_stages)
         for block_m in (16, 32, 64, 128)

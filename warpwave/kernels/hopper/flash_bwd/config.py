@@ -1,4 +1,4 @@
-"""What `hopper/flash_bwd` can run, how, and at what cost. No kernel by itself."""
+"""Problems that `hopper/flash_bwd` supports, its configs, and their shared memory. Holds no kernel."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Config:
     """Tile shape, and how the gradients are divided into launches.
 
     Args:
-        block_m: queries a step walks, 64 or 128; in the launch of dQ by itself, keys (`steps_of_dq`).
-        num_stages: tiles of Q and of dO in flight: at least 1, and 2 apart, where a step waits for the next tile before
-            it hands back its own.
-        is_joint: whether one launch makes dQ, dK and dV, with five products a tile, and adds to dQ in memory. Else one
-            makes dK and dV and another dQ: seven products, no atomics, bit for bit repeatable.
+        block_m: queries of a step, 64 or 128; in a separate launch of dQ, its keys (`steps_of_dq`).
+        num_stages: tiles of Q and of dO in flight: at least 1; at least 2 in separate launches, where a step waits for
+            the next tile before it releases its own.
+        is_joint: whether one launch computes dQ, dK and dV, with five products per tile, and adds to dQ in memory.
+            Otherwise one launch computes dK and dV and another dQ: seven products, no atomics, the same bits in every
+            run.
     """
 
     block_m: int
@@ -42,7 +43,7 @@ class Config:
 
     @property
     def block_n(self) -> int:
-        """Returns the keys of a block: two warpgroups' where dK, dV and dQ are made together, else one's."""
+        """Returns the keys of a block: those of two warpgroups if one launch computes all gradients, else of one."""
         return 2 * GROUP_ROWS if self.is_joint else GROUP_ROWS
 
 
@@ -108,7 +109,7 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns every reason the kernel cannot compute the problem's gradients there; empty when it can."""
+    """Returns every reason the kernel cannot compute the problem's gradients; empty if it can."""
     found = reasons.of_hopper(gpu) + reasons.of_dropout(problem, "flash_bwd")
     if problem.dtype == "float32":
         found.append("dtype is float32; it multiplies float16 and bfloat16")
@@ -134,8 +135,8 @@ def has_hidden_rows(problem: AttentionProblem) -> bool:
 
 
 def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> tuple[int, int]:
-    """Returns the keys of a step in the launch of dQ, block_m or fewer where tiles of a bias need the room, and the
-    tiles of V in flight: as many as of K, or one where no more fit.
+    """Returns the keys of a step in the launch of dQ, block_m, or fewer if tiles of a bias take the room, and the
+    tiles of V in flight: as many as of K, or one if no more fit.
 
     Args:
         bias_bytes: of a score (`host.bias_bytes`).
@@ -149,7 +150,7 @@ def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> t
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    """Returns the shared memory of a block of the launch that takes most."""
+    """Returns the largest shared memory of a block of any launch."""
     size = DTYPE_BYTES[problem.dtype]
     if config.is_joint:
         columns = width(problem)
