@@ -23,7 +23,7 @@ import torch
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import append_kv
-from warpwave.kernels.three_kernel.config import own_products
+from warpwave.kernels.three_kernel.choice import own_products
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import CompileFacts, compile_launch, compile_launches, toolchain
 

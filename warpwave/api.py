@@ -101,7 +101,7 @@ def attention(
             (docs/guide/dropout.md). Drawn from torch's default generator of the device if None. Ignored if dropout_p
             is 0.
         deterministic: True for gradients with the same bits in every run; False for the fastest. None does as
-            `torch.are_deterministic_algorithms_enabled()` says when the gradients are computed.
+            `torch.are_deterministic_algorithms_enabled()` returns when the gradients are computed.
         q_descale, k_descale, v_descale: float32, positive; the factors of quantized tensors (docs/guide/quantized.md):
             `q * q_descale` and so on are the numbers that the call attends with. q and k may be float8_e4m3fn or
             float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,),

@@ -1,11 +1,11 @@
-"""Derivatives of attention for calls that by-pass the operator, and for torch.func's transforms.
+"""Derivatives of attention for calls that bypass the operator, and for torch.func's transforms.
 
-torch.library gives the operator a gradient of its own, which takes torch ten times as long as a thin
-`torch.autograd.Function`: eager calls go through that. What a backward needs to know of its call was found when the
-call was planned, so nothing is described or chosen twice. A backward that something looks at (a mode, a tracer,
-another derivative) goes through the operator `warpwave::attention_backward`.
+torch.library registers a gradient for the operator, but calling it takes torch ten times as long as a thin
+`torch.autograd.Function`, which eager calls use instead. The plan of a call already holds what its backward needs, so
+nothing is described or chosen twice. A backward under a mode, a tracer or another derivative goes through the operator
+`warpwave::attention_backward`.
 
-Only first derivatives in reverse mode exist; whoever asks for others is told so.
+Only first derivatives in reverse mode are supported; others raise an error that states this.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_eager() -> bool:
-    """Whether nothing stands between a call and its kernel: no tracing, no mode, no transform, no tangents."""
+    """Returns whether a call can run its kernel directly: no tracing, no mode, no transform, no tangents."""
     return not (is_compiling() or dispatch_modes() or forward_ad._current_level >= 0 or transforms() is not None)
 
 
@@ -92,7 +92,7 @@ def bind_gradients(
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
-    """Stands for None: an operator's results cannot be optional."""
+    """Returns an empty tensor in place of None, because an operator's results cannot be optional."""
     return like.new_empty((0,), dtype=torch.float32)
 
 
@@ -100,7 +100,7 @@ def absent(like: torch.Tensor) -> torch.Tensor:
 
 
 class Plan:
-    """What an eager call with gradients runs, and what its backward has to know."""
+    """The run of an eager call with gradients, and what its backward needs."""
 
     def __init__(
         self, run: Run, problem: AttentionProblem, gpu: Gpu, options: Options, kernel: str, operands: AnyOperands
@@ -118,12 +118,12 @@ class Plan:
         self.apply = _apply_both if options.return_lse else _apply_out
 
     def __call__(self, operands: AnyOperands) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse), differentiable; lse None unless it is asked for."""
+        """Returns (out, lse), differentiable; lse is None unless the call returns it."""
         returned = self.apply(self, *operands[: self.count])
         return returned if self.options.return_lse else (returned, None)
 
     def forward(self, ctx: Any, tensors: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the call, and keeps what its backward takes."""
+        """Runs the call and saves what its backward needs."""
         results = self.run(tuple.__new__(self.kind, tensors + self.absent))
         ctx.plan = self
         if self.keeps_results:
@@ -133,7 +133,7 @@ class Plan:
         return results
 
     def backward(self, ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        """What `torch.autograd.Function.backward` returns for (plan, *operands)."""
+        """Returns the gradients of (plan, *operands), as `torch.autograd.Function.backward` does."""
         saved, count = ctx.saved_tensors, self.count
         operands: Any = tuple.__new__(self.kind, saved[:count] + self.absent)
         results = saved[count:] or (None, None)
@@ -164,15 +164,15 @@ class Plan:
 
 
 def _are_plain(tensors: Sequence[Any]) -> bool:
-    """Whether no hook on what was saved, nor the layer behind, brought a tensor of another kind; `is_grads_batched`
-    brings batches of gradients that say of themselves that they are ordinary tensors."""
+    """Returns whether the saved tensors and the incoming gradients are ordinary tensors: a hook or the next layer may
+    return others, and `is_grads_batched` passes batches of gradients whose type is that of ordinary tensors."""
     return all(
         t is None or type(t) is torch.nn.Parameter or (type(t) is torch.Tensor and not is_batched(t)) for t in tensors
     )
 
 
 class _Out(torch.autograd.Function):
-    """out of a call. A Function that returns a tensor less is 2 us faster."""
+    """Computes out alone. A Function with one result fewer is 2 us faster."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Any) -> torch.Tensor:
@@ -185,7 +185,7 @@ class _Out(torch.autograd.Function):
 
 
 class _Both(torch.autograd.Function):
-    """out and lse of a call."""
+    """Computes out and lse."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -198,7 +198,7 @@ class _Both(torch.autograd.Function):
         return plan.backward(ctx, *grads)
 
 
-# What `Function.apply` comes to where no transform is active, which whoever takes a plan has made sure of.
+# `Function.apply` without its check for transforms: a plan is used only if none is active.
 _apply_out = super(torch.autograd.Function, _Out).apply
 _apply_both = super(torch.autograd.Function, _Both).apply
 
@@ -218,8 +218,8 @@ def schema_tensors(operands: AnyOperands, dropout_probability: Any = None) -> tu
 def changing_probability(dropout_p: Any) -> torch.Tensor | None:
     """Returns the probability of dropout as a tensor if torch.compile has made it an input of the graph, else None.
 
-    A number in an operator's schema is a constant of the graph, and each value would be compiled anew. A product with
-    a tensor is not: torch makes the number a tensor of its own, on the host.
+    A number in an operator's schema is a constant of the graph, so each value would be compiled anew. Its product with
+    a tensor is no constant: torch turns the number into a tensor on the host.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -238,7 +238,7 @@ def operator_gradients(
     options: Sequence[Any],
     kernel: str,
 ) -> list[torch.Tensor | None]:
-    """`warpwave::attention_backward`, with None for what is not wanted. The tensors are those of `schema_tensors`."""
+    """Calls `warpwave::attention_backward` with the tensors of `schema_tensors`; unwanted gradients are None."""
     found = torch.ops.warpwave.attention_backward(dout, dlse, out, lse, list(wanted), *tensors, *options, kernel)
     return [grad if want else None for want, grad in zip(wanted, found, strict=True)]
 
@@ -277,14 +277,14 @@ def no_second_derivative(ctx: Any, *grads: Any) -> None:
 
 
 def refuse_tangents(tensors: Sequence[Any]) -> None:
-    """Raises UnsupportedProblem where one of them carries a tangent, which would be lost without a word."""
+    """Raises UnsupportedProblem if a tensor carries a tangent, which would otherwise be lost silently."""
     if has_tangents(tensors):
         no_forward_mode()
 
 
 def refuse_transforms(tensors: Sequence[Any]) -> None:
-    """Raises UnsupportedProblem where torch.func would differentiate the operator: torch.library makes it a Function
-    that no transform takes."""
+    """Raises UnsupportedProblem if torch.func would differentiate the operator: torch.library wraps it in a Function
+    that no transform accepts."""
     if transforms() is None or not is_grad_enabled():
         return
     if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
@@ -296,14 +296,14 @@ def refuse_transforms(tensors: Sequence[Any]) -> None:
 
 
 def has_tangents(tensors: Sequence[Any]) -> bool:
-    """Whether one of them carries a tangent, and forward mode is not switched off."""
+    """Returns whether a tensor carries a tangent and forward mode is not switched off."""
     if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
     return any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def no_forward_mode() -> None:
-    """Raises UnsupportedProblem: what a tangent meets."""
+    """Raises UnsupportedProblem; it is the forward-mode derivative."""
     raise UnsupportedProblem(
         "attention has no forward-mode derivatives (torch.func.jvp, jacfwd and hessian; torch.autograd.forward_ad)",
         {},
@@ -312,15 +312,15 @@ def no_forward_mode() -> None:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func that differentiates is active, for which Functions of eager calls are not
-    made."""
+    """Returns whether a differentiating transform of torch.func is active, which the Functions of eager calls do not
+    support."""
     kinds = torch._C._functorch.TransformType
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == kinds.Grad for interpreter in stack)
 
 
 class _Transformed(torch.autograd.Function):
-    """The operator as torch.func's transforms take a Function: theirs is not the one that torch.library makes."""
+    """The operator as a Function that torch.func's transforms accept; that of torch.library is not."""
 
     generate_vmap_rule = True
 
@@ -342,7 +342,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedGradients(torch.autograd.Function):
-    """Its backward, which has none."""
+    """The backward of `_Transformed`, which has no derivative."""
 
     generate_vmap_rule = True
 

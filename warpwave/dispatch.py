@@ -13,7 +13,8 @@ A kernel is a module or package of `warpwave.kernels` with
     cost(problem, gpu, config) -> Cost         bytes moved and operations computed
     configs(problem, gpu) -> list[Config]      the default first, then the search space
     default(problem, gpu) -> Config            optional: the first of `configs`, without listing the others
-    notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config
+    notes(problem, gpu, config) -> list[str]   optional: what `explain` prints about a config: the rows of the family's
+                                               table that chose it (kernels/rules.py)
     bind(problem, operands, config, out=None)  -> run(operands, out=None) -> (out, lse or None). Bound with a caller's
                                                out, it stores to the out of each call; that one is contiguous and
                                                begins at a multiple of 16 bytes unless
@@ -143,8 +144,8 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
 
     Raises:
         InvalidInput: no kernel has that name, or a config was given without naming its kernel.
-        InvalidType: the config is another kernel's, or a GPU kernel was asked for CPU tensors beside a usable GPU.
-        UnsupportedProblem: the kernel asked for cannot run the problem; carries its reasons.
+        InvalidType: the config is another kernel's, or a GPU kernel was named for CPU tensors, and a GPU is available.
+        UnsupportedProblem: the named kernel cannot run the problem; the error lists its reasons.
     """
     if kernel == "auto":
         if config is not None:

@@ -194,7 +194,7 @@ def _split(arguments: tuple[Any, ...], is_fake: bool = False) -> tuple[AnyOperan
     """Returns the operands and options of an operator's arguments. Without dropout a seed has no effect.
 
     Args:
-        is_fake: whether the tensors have no contents. Any probability of dropout then stands for theirs.
+        is_fake: whether the tensors have no contents. The probability of dropout may then have any value.
 
     Raises:
         RuntimeError: a CUDA graph is being captured, and the probability of dropout is an input of the compiled graph.

@@ -185,7 +185,7 @@ def remember(
     planner: Callable[[], Plan] | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
-    """Lets `recall` find a plan, unless what was said has no hash.
+    """Keeps a plan for `recall`, unless `said` has no hash.
 
     Args:
         out: as `recall` takes it.

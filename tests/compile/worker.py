@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.kernels.three_kernel import config as three_kernel_configs
 from warpwave.kernels.three_kernel import host as three_kernel
+from warpwave.kernels.three_kernel.choice import own_products
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import compile_launches, mixed_descriptors, worst
 
@@ -28,7 +28,7 @@ def main() -> None:
         problem, gpu, kernel = AttentionProblem(**fields), Gpu.for_arch(job["arch"]), kernels[job["kernel"]]
         config = kernel.Config(**job["config"]) if "config" in job else kernel.configs(problem, gpu)[0]
         if job.get("own_products"):
-            config = three_kernel_configs.own_products(problem, gpu)
+            config = own_products(problem, gpu)
         if "changes" in job:
             config = three_kernel.with_workspace(problem, gpu, replace(config, **job["changes"]))
         results = compile_launches(kernel, problem, gpu, config)

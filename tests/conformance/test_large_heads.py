@@ -27,6 +27,7 @@ from warpwave.kernels.three_kernel import backward as three_kernel_gradients
 from warpwave.kernels.three_kernel import backward_memory as three_kernel_gradient_memory
 from warpwave.kernels.three_kernel import config as three_kernel_configs
 from warpwave.kernels.three_kernel import launches as three_kernel_launches
+from warpwave.kernels.three_kernel.choice import own_products
 from warpwave.kernels.three_kernel.plan import least_bytes, pieces, plan
 from warpwave.runtime import scratch
 
@@ -444,7 +445,7 @@ def test_scores_past_32_bits(products: str) -> None:
         pytest.skip("products of Hopper's own")
     case = replace(PLAIN, dtype="bfloat16", dims=(64, 64), lengths=(33_000, 66_000), heads=(1, 1))
     call = cases.build(case, "normal", DEVICE)
-    default = replace(three_kernel_configs.own_products(call.problem, GPU), **(WAYS | ON_HOPPER)[products])
+    default = replace(own_products(call.problem, GPU), **(WAYS | ON_HOPPER)[products])
     results = []
     for size in (16 << 30, 1 << 28):
         config = replace(default, workspace_bytes=size)

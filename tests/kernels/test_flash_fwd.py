@@ -108,7 +108,7 @@ def test_the_default_is_the_one_of_the_table(arch: str, dtype: str, head_dim: in
     if flash_fwd.why_not(problem, gpu):
         return
     chosen, *others = flash_fwd.configs(problem, gpu)
-    assert chosen == flash_fwd_configs._default(problem, gpu)
+    assert chosen == flash_fwd_configs.of_table(problem, gpu)
     assert chosen not in others and len(set(others)) == len(others)
     assert all(flash_fwd.smem_bytes(problem, gpu, c) <= gpu.smem_per_block_bytes for c in (chosen, *others))
 

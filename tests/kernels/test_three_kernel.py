@@ -329,7 +329,9 @@ def test_explain_says_how_a_call_is_cut() -> None:
         three_kernel.configs(large, H200)[0], scores="library", values="library", workspace_bytes=64 << 20,
         sums_bytes=32 << 20,
     )  # fmt: skip
-    chunks, tiles, sums = three_kernel.notes(large, H200, config)
+    tile, launches, chunks, tiles, sums = three_kernel.notes(large, H200, config)
+    assert tile.startswith("16 bits, Hopper, the softmax by itself: ")
+    assert launches.endswith("; the table would choose another config")
     assert chunks == (
         "8 chunks of 2 heads x 2048 queries: scores 2 x 2048 x 2048 x 4 bytes = 33.6 MB, P in their place"
     )

@@ -195,7 +195,7 @@ OF_DROPOUT = [
     ),
     Mutant(
         "deterministic=True without effect", "kernels/hopper/flash_bwd/config.py",
-        "if problem.deterministic or problem", "if problem",
+        "lambda problem: problem.deterministic or problem", "lambda problem: problem",
         "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_takes_the_kernel_without_atomics", "True",
         "dkv_kernel",
     ),

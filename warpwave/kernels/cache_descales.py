@@ -160,7 +160,7 @@ def kind_of(factor: torch.Tensor | None) -> str:
 
 
 def of_cells(pool: torch.Tensor, factor: torch.Tensor | None, cells: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the numbers that cells of a pool stand for, in `dtype`; of a pool without factors, in its own.
+    """Returns the values of the cells of a pool, in `dtype`; in the pool's own dtype if it has no factors.
 
     Args:
         cells: an index of (page, slot).

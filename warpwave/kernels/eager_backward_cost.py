@@ -1,4 +1,4 @@
-"""What `eager`'s gradients move and compute. A kernel of gradients for `explain`; eager.py runs them."""
+"""The bytes that `eager`'s gradients move and the operations that they compute, for `explain`; eager.py runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Costs of the launches of which kernels of gradients are made: that own queries, that own keys, and passes over rows.
+"""Costs of the launches that gradient kernels consist of: those that own queries, those that own keys, and passes over
+rows.
 
 A kernel's `cost` lists its launches, adds what its tiles and its GPU determine (shared memory, registers, stages), and
 joins them by `cost.in_turn`. The five products of a pair are S, dP, dV, dQ and dK. A launch that computes S or dP after

@@ -61,7 +61,7 @@ def of_float8(gpu: Gpu) -> list[str]:
 
 
 def of_gradients(problem: AttentionProblem, reason: str = NO_GRADIENTS) -> list[str]:
-    """Returns the reason of a kernel without gradients if the call wants them."""
+    """Returns the reason of a kernel without gradients if the call has them."""
     return [reason] if problem.requires_grad else []
 
 

@@ -1,7 +1,6 @@
-"""Tables of configs: a family's choice of a default config as rows of condition, choice, measured gain and record.
+"""Tables of choices: how a family chooses a config, as rows of condition, choice, measured gain and record.
 
-The first row whose condition holds decides, and its first config that fits the GPU is the default. `explain` prints
-the row.
+The first row whose condition holds decides. `explain` prints the row.
 """
 
 from __future__ import annotations
@@ -9,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from warpwave.gpu import Gpu
+from warpwave.problem import AttentionProblem, by_kind
+
 C = TypeVar("C")
+
+# The gain of a row that was never timed: the widest tile that compiles without spills, or with fewest.
+NOT_MEASURED = "not measured; compiled with the fewest spills"
 
 
 class Rule(NamedTuple, Generic[C]):
@@ -18,16 +23,32 @@ class Rule(NamedTuple, Generic[C]):
     Attributes:
         where: the condition in words, as `explain` prints it.
         holds: evaluates the condition on the family's view of a call.
-        configs: the choice; if one does not fit, the next one is used.
-        gain: the measured gain and its baseline.
-        record: file of benchmarks/records with the measurement; "" if the code was only compiled and inspected.
+        choices: the choice: configs, of which the first that fits is used; or one function of a config and the call
+            that returns the changed config.
+        gain: the measured gain and its baseline, or that there is no measurement.
+        record: file of benchmarks/records or docs/notes with the measurement; "" if there is none.
     """
 
     where: str
     holds: Callable[[Any], bool]
-    configs: Sequence[C]
+    choices: Sequence[C]
     gain: str
     record: str = ""
+
+
+def by_width(
+    where: str, holds: Callable[[Any], bool], choices: Sequence[C], gain: str, record: str = ""
+) -> tuple[Rule[C], ...]:
+    """Returns three rows that differ in head_dim alone: up to 64, 65 to 128, and above (`bucket` of the view)."""
+    widths = ("head_dim up to 64", "head_dim 65 to 128", "head_dim above 128")
+    return tuple(
+        Rule(f"{where}, {width}", _of_bucket(holds, bucket), (choice,), gain, record)
+        for bucket, (width, choice) in enumerate(zip(widths, choices, strict=True))
+    )
+
+
+def _of_bucket(holds: Callable[[Any], bool], bucket: int) -> Callable[[Any], bool]:
+    return lambda call: call.bucket == bucket and holds(call)
 
 
 def deciding(rules: Sequence[Rule[C]], call: Any) -> Rule[C]:
@@ -54,7 +75,44 @@ def undecided(rules: Sequence[Rule[C]], call: Any) -> list[Rule[C]]:
     return found
 
 
-def note(rule: Rule[Any], config: Any) -> str:
-    """Returns the row that decided, in one sentence, with a note if the config is not in the row."""
-    chosen = "" if config in rule.configs else "; the table would choose another config"
-    return f"{rule.where}: {rule.gain}" + (f" ({rule.record})" if rule.record else "") + chosen
+def chooser(
+    rules: Sequence[Rule[C]], view: Callable[[AttentionProblem, Gpu], Any]
+) -> Callable[[AttentionProblem, Gpu], Rule[C]]:
+    """Returns the function that finds a call's row. Conditions that read no size are evaluated once per kind of
+    problem.
+
+    Args:
+        view: the family's view of a call, which conditions read.
+    """
+
+    @by_kind
+    def left(problem: AttentionProblem, gpu: Gpu) -> list[Rule[C]]:
+        return undecided(rules, view(problem, gpu))
+
+    def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[C]:
+        rows = left(problem, gpu)
+        return rows[0] if len(rows) == 1 else deciding(rows, view(problem, gpu))
+
+    return rule_of
+
+
+def changed(config: C, rows: Sequence[Rule[Callable[[C, Any], C]]], call: Any) -> C:
+    """Returns the config after the changes of the rows, in their order."""
+    for rule in rows:
+        config = rule.choices[0](config, call)
+    return config
+
+
+def notes(rules: Sequence[Rule[Any]], is_default: bool, fits: bool = True) -> list[str]:
+    """Returns the rows that decided, one sentence each.
+
+    Args:
+        is_default: whether the config is the one that the rows lead to.
+        fits: whether the rows' choice fits the GPU; if not, the default is the next smaller one.
+    """
+    found = [f"{rule.where}: {rule.gain}" + (f" ({rule.record})" if rule.record else "") for rule in rules]
+    if not fits:
+        found[-1] += "; made smaller to fit shared memory"
+    if not is_default:
+        found[-1] += "; the table would choose another config"
+    return found

@@ -1,4 +1,4 @@
-"""Matrix products by torch, accumulated in float32 whatever the process and the caller's contexts allow.
+"""Matrix products by torch, accumulated in float32 whatever the settings of the process and the caller's contexts are.
 
 Three settings outside a call change what torch computes: autocast casts operands to 16 bits, `fp32_precision` lets
 float32 products drop bits (TF32, or bfloat16 on a CPU), and grad mode records a graph. A kernel of torch operations

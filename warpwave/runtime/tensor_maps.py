@@ -72,17 +72,22 @@ def has_map(tensor: torch.Tensor) -> bool:
     return True
 
 
-def bind(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> launch.Launcher:
-    """Binds a launch whose first `len(maps)` tensors are descriptors, or None where `maps` has None, and whose last
-    tensor is the counter.
+def bind(
+    spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor], has_counter: bool = True
+) -> launch.Launcher:
+    """Binds a launch whose first `len(maps)` tensors are descriptors, or None where `maps` has None.
 
     Args:
         sources: the first arguments of the launcher, which maps describe; the spec's other tensors follow unchanged.
+        has_counter: whether the last tensor is the tile counter.
     """
-    return family(spec, maps, sources).first()
+    return family(spec, maps, sources, has_counter).first()
 
 
-def family(spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> launch.Family:
+def family(
+    spec: launch.Launch, maps: Sequence[MapPlan | None], sources: Sequence[torch.Tensor], has_counter: bool = True
+) -> launch.Family:
     """Returns the family of the launch that `bind` takes."""
-    pointers = range(len(sources), len(sources) + len(spec.tensors) - len(maps) - 1)
-    return launch.Family(spec, (*maps, *pointers, launch.COUNTER), counters_of(sources[0].device))
+    pointers = range(len(sources), len(sources) + len(spec.tensors) - len(maps) - has_counter)
+    counter = (launch.COUNTER,) if has_counter else ()
+    return launch.Family(spec, (*maps, *pointers, *counter), counters_of(sources[0].device) if has_counter else None)

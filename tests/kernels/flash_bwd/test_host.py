@@ -56,7 +56,7 @@ def test_every_gpu_has_a_default_that_fits(arch: str, dtype: str, head_dim: int)
 def test_the_default_is_the_one_of_the_table_on_hopper() -> None:
     for head_dim in (64, 128, 256):
         problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim)
-        assert flash_bwd.default(problem, H200) == flash_bwd_configs._default(problem, H200)
+        assert flash_bwd.default(problem, H200) == flash_bwd_configs.of_table(problem, H200)
 
 
 def test_cost_by_hand() -> None:

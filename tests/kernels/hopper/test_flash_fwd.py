@@ -397,7 +397,7 @@ def test_a_captured_launch_shares_its_counter_with_nobody(dtype: torch.dtype) ->
 def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
     records = Path(__file__).parents[3] / "benchmarks" / "records"
     for rule in rules:
-        assert rule.configs and rule.gain, rule.where
+        assert rule.choices and rule.gain, rule.where
         assert (records / rule.record).is_file() or (rule.gain.startswith("predicted") and not rule.record), rule.where
     assert len({rule.where for rule in rules}) == len(rules)
 

@@ -69,7 +69,7 @@ def on_cpu(problem: AttentionProblem, operands: Operands, config: Config) -> tup
                 assert spec is not None
                 tensor = by_address[sources[spec.source].data_ptr()]
                 described.append(gluon_on_cpu.Map(tensor.as_strided(spec.shape, spec.strides), list(spec.block)))
-            pointers = [gluon_on_cpu.Pointer(t.view(-1)) for t in launched.tensors[len(maps) : -1] if t is not None]
+            pointers = [gluon_on_cpu.Pointer(t.view(-1)) for t in launched.tensors[len(maps) :] if t is not None]
             for program in range(launched.grid):
                 block = gluon_on_cpu.Block(program, launched.grid)
                 own = {

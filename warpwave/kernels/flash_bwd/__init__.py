@@ -3,7 +3,7 @@
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
 """
 
-from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, configs, default, smem_bytes
+from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, configs, default, notes, smem_bytes
 from warpwave.kernels.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.flash_bwd.host import (
     GRADIENTS,
@@ -26,6 +26,7 @@ __all__ = [
     "cost",
     "cost_of_bias",
     "default",
+    "notes",
     "smem_bytes",
     "specify",
     "why_not",

@@ -1,13 +1,17 @@
-"""Configs of `flash_bwd`: what one is, how much shared memory its launches take, and which is the default where."""
+"""Configs of `flash_bwd`: their tiles, the shared memory of their launches, and the tables that choose the default."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
+from warpwave.kernels.rules import NOT_MEASURED, Rule, by_width
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 
@@ -52,8 +56,8 @@ class Config:
 
 
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
-    """How products are computed: as in the forward, but bf16x6 for a call that names bf16x3, whose gradients are held
-    to the error of float32 products (tests/conformance/gates.py)."""
+    """Returns the arithmetic of products: that of the forward, but bf16x6 for a call that names bf16x3, because
+    gradients must be as accurate as float32 products (tests/conformance/gates.py)."""
     found = dot_precision(problem, gpu)
     return "bf16x6" if found == problem.precision == "bf16x3" else found
 
@@ -62,7 +66,7 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
 
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """An upper bound on the shared memory of one block, which tests hold against what every target compiles to."""
+    """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
     return max(smem_of_tile(problem, gpu, config.dq, False), smem_of_tile(problem, gpu, config.dkv, True))
 
 
@@ -87,7 +91,7 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
         ahead = arriving if tile.num_stages > 1 or gpu.arch == "gfx950" else 0
         return (one + ahead) * 17 // 16 + size * score
     if arithmetic in PARTS and gpu.capability in (90, 100, 103):
-        # Operands and scores stand in shared memory as they are and in parts.
+        # Shared memory holds operands and scores both unchanged and in parts.
         parts = 2 * PARTS[arithmetic] if arithmetic.startswith("bf16") else 4
         beside += parts * (walked * sum(widths) + 2 * score)
         size += parts
@@ -109,7 +113,7 @@ def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """The default first, then every other config that differs from it in the tile of one launch."""
+    """Returns the default first, then every config that differs from it in the tile of one launch."""
     first = default(problem, gpu)
     if first is None:
         return []
@@ -119,15 +123,15 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
-    """The config with which a problem runs where nobody names another; None where none fits."""
-    table = _default(problem, gpu)
+    """Returns the config used for the gradients of a problem; None if no config fits."""
+    table = of_table(problem, gpu)
     tiles = [_fitted(problem, gpu, tile, owns) for tile, owns in ((table.dq, False), (table.dkv, True))]
     return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1], table.split_dkv)
 
 
 def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Tile | None:
-    """The tile, or the largest smaller one that fits: fewer tiles in flight, then fewer rows of the walked operands,
-    then fewer of the owned; None where none fits."""
+    """Returns the tile, or the largest smaller one that fits: fewer tiles in flight, then fewer rows of the walked
+    operands, then fewer of the owned ones; None if none fits."""
     candidates = fitting(problem, gpu, owns_keys)
     owned, walked = ("block_n", "block_m") if owns_keys else ("block_m", "block_n")
     while tile not in candidates:
@@ -144,7 +148,7 @@ def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) ->
 
 @by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
-    """The tiles of one launch that fit the GPU's shared memory, less those that Hopper computes slowly."""
+    """Returns the tiles of one launch that fit the GPU's shared memory, except those that are slow on Hopper."""
     found = [tile for tile in space() if smem_of_tile(problem, gpu, tile, owns_keys) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90 and (problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"):
         # Two warpgroups on 64 rows split the columns of a wgmma between them (flash_fwd's config).
@@ -154,7 +158,7 @@ def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
 
 @cache
 def space() -> list[Tile]:
-    """Every candidate."""
+    """Returns every candidate."""
     return [
         Tile(block_m, block_n, num_warps, num_stages)
         for block_m in (16, 32, 64, 128)
@@ -164,46 +168,99 @@ def space() -> list[Tile]:
     ]
 
 
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The table's config, with fewer walked rows where a tile of mask or bias takes registers and shared memory too."""
-    config = _default_without_mask(problem, gpu)
-    if problem.mask_shape is None and problem.bias_shape is None:
-        return config
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """The properties of a call that the rows of `RULES` read."""
+
+    def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
+        self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
+        width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+
+
+# The tiles of a call without mask or bias: the widest that compile without spills, or with fewest (tests/compile).
+RULES: tuple[Rule[Config], ...] = (
+    *by_width(
+        "float32",
+        lambda c: c.is_float32,
+        (
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+            Config(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), True),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, AMD",
+        lambda c: c.gpu.vendor == "amd",
+        (
+            Config(Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
+            Config(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, Hopper",
+        lambda c: c.gpu.capability == 90,
+        (
+            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), True),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, NVIDIA with tcgen05",
+        lambda c: c.gpu.capability in (100, 103),
+        (
+            Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits",
+        lambda c: True,
+        (
+            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
+            Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), True),
+        ),
+        NOT_MEASURED,
+    ),
+)
+
+
+def _halved(config: Config, call: Call) -> Config:
     dq = replace(config.dq, block_n=max(16, config.dq.block_n // 2), num_stages=min(2, config.dq.num_stages))
     dkv = replace(config.dkv, block_m=max(16, config.dkv.block_m // 2), num_stages=min(2, config.dkv.num_stages))
     return replace(config, dq=dq, dkv=dkv)
 
 
-def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """The widest tiles that compile without spills, or with fewest (tests/compile). None is timed yet."""
-    width = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    bucket = 0 if width <= 64 else 1 if width <= 128 else 2
-    if problem.dtype == "float32":
-        return (
-            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-            Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
-            Config(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), True),
-        )[bucket]
-    if gpu.vendor == "amd":
-        return (
-            Config(Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
-            Config(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
-            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-        )[bucket]
-    if gpu.capability == 90:
-        return (
-            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
-            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-            Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), True),
-        )[bucket]
-    if gpu.capability in (100, 103):
-        return (
-            Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
-            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-            Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
-        )[bucket]
-    return (
-        Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
-        Config(Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
-        Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), True),
-    )[bucket]
+# How a mask or bias, whose tiles also take registers and shared memory, changes the tiles.
+RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
+    Rule("a mask or bias: half as many walked rows", lambda c: True, (_halved,), NOT_MEASURED),
+)
+rule_of = rules.chooser(RULES, Call)
+
+
+def rows_of(problem: AttentionProblem, gpu: Gpu) -> list[Rule[Any]]:
+    """Returns the rows that choose the default config: of `RULES`, and of `RULES_OF_MASKS` for a mask or bias."""
+    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+    return [rule_of(problem, gpu), *(RULES_OF_MASKS if is_masked else ())]
+
+
+def of_table(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the config that the tables choose, whether or not it fits shared memory."""
+    first, *changes = rows_of(problem, gpu)
+    return rules.changed(first.choices[0], changes, None)
+
+
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` prints about a config: the rows that chose it."""
+    chosen = default(problem, gpu)
+    return rules.notes(rows_of(problem, gpu), config == chosen, chosen == of_table(problem, gpu))

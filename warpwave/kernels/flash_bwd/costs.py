@@ -1,4 +1,4 @@
-"""What `flash_bwd` moves and computes for one problem."""
+"""The bytes that `flash_bwd` moves and the operations that it computes for one problem."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAUNCHES_OF_KEYS = {  # split_dkv -> (products, those that an earlier launch has
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the launches of dq, dk and dv move and compute, over whole tiles, padding included.
+    """Returns what the launches of dq, dk and dv move and compute: whole tiles, padding included.
 
     There are seven products: S, dP and dQ in the first launch, S, dP, dV and dK in the second. If dk and dv take a
     launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products.
@@ -45,7 +45,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """What the launch of a bias's gradient moves and computes: S and dP again, for each cell of the bias."""
+    """Returns what the launch of a bias's gradient moves and computes: S and dP again, for each cell of the bias."""
     assert problem.bias_shape is not None
     tile, widths = config.dq, tile_widths(problem, gpu, config.dq.block_m)
     walk = of_queries(problem, tile.block_m, tile.block_n, widths)
@@ -65,7 +65,8 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
-    """`cost` of the launch that owns queries. In float32 it walks the keys twice, S and dP each time."""
+    """Returns `cost` of the launch that owns queries. In float32 it walks the keys twice, and computes S and dP each
+    time."""
     widths = tile_widths(problem, gpu, tile.block_m)
     walks = 2 if problem.dtype == "float32" else 1
     walk = of_queries(problem, tile.block_m, tile.block_n, widths, walks)
@@ -81,7 +82,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
 def _of_keys(
     problem: AttentionProblem, gpu: Gpu, tile: Tile, products: tuple[int, int], repeats: tuple[int, int]
 ) -> Cost:
-    """`cost` of a launch that owns keys."""
+    """Returns `cost` of a launch that owns keys."""
     widths = tile_widths(problem, gpu, tile.block_n)
     walk = of_keys(problem, tile.block_m, tile.block_n, widths, products, repeats)
     if problem.packed or problem.has_band:

@@ -1,7 +1,7 @@
 """Gradients of exact attention by recomputation, portable Triton: every target of Triton, head_dim up to 256.
 
-Nothing of the forward is kept but out and the log-sum-exp. One launch owns queries and walks keys, one owns keys and
-walks queries; each computes the probabilities of a tile again.
+Only out and the log-sum-exp of the forward are kept. One launch owns queries and walks keys, one owns keys and walks
+queries; each recomputes the probabilities of a tile.
 
     P = exp(S - lse);   dV = P^T dO;   dS = P * (dO V^T - delta);   dQ = scale * dS K;   dK = scale * dS^T Q
     delta = rowsum(dO * out) - dlse
@@ -55,12 +55,12 @@ Run = Callable[[AnyOperands, Results, torch.Tensor, torch.Tensor | None], Gradie
 
 
 class Outputs(NamedTuple):
-    """What the launches write; None where nobody wants it.
+    """The tensors that the launches write; None for those that are not wanted.
 
     Attributes:
         dq, dk, dv, dbias: gradients, contiguous.
         delta: of each row, as lse.
-        lse_log2: of each row in bits, where the launches take the log-sum-exp from their own products.
+        lse_log2: of each row in bits, if the launches compute the log-sum-exp from their own products.
         of_slopes, of_sinks: what each tile of queries adds to a gradient, float32 (batch, num_heads_q, tiles).
     """
 
@@ -86,8 +86,8 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
 
     Returns:
         `run(operands, results, dout, dlse)`: the gradients of sum(out * dout) + sum(lse * dlse), each contiguous, in
-        the shape and dtype of its operand, None where not wanted. `results` are out and lse of any exact forward
-        kernel; out and dout have any strides. It compiles for a layout of out and dout when that first comes.
+        the shape and dtype of its operand, None if not wanted. `results` are out and lse of any exact forward
+        kernel; out and dout have any strides. It compiles when a layout of out and dout first occurs.
     """
     wanted = [want and t is not None for want, t in zip(wanted, _differentiable(operands), strict=True)]
     if _is_empty(problem):
@@ -121,12 +121,12 @@ def _differentiable(operands: AnyOperands) -> tuple[Any, ...]:
 
 
 def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if its rows are strided: rows are read in whole lines of memory."""
+    """Returns the tensor, copied if its rows are strided, because rows are read in whole lines of memory."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _is_empty(problem: AttentionProblem) -> bool:
-    """Whether there is no query or no key."""
+    """Returns whether there is no query or no key."""
     sizes = (problem.total_q, problem.total_k) if problem.packed else ()
     return 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, *sizes)
 
@@ -138,8 +138,8 @@ def _of_nothing(
     dlse: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> Gradients:
-    """Gradients of a call in which no query sees a key: zeros, and for a sink what arrives at the rows whose
-    log-sum-exp it is."""
+    """Returns the gradients of a call in which no query sees a key: zeros, and for a sink the gradients of the
+    log-sum-exp, which it then is."""
     found: list[torch.Tensor | None] = [
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) if want else None
         for t, want in zip(_differentiable(operands), wanted, strict=True)
@@ -206,7 +206,7 @@ def specify(
     outputs: Outputs,
     config: Config,
 ) -> tuple[launch.Launch, ...]:
-    """The launches, from tensors that may be without memory (device "meta") when only to be compiled.
+    """Returns the launches, from tensors that may be without memory (device "meta") if they are only compiled.
 
     Args:
         results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
@@ -217,7 +217,7 @@ def specify(
     unit = stride_unit(operands, out, dout, outputs)
 
     def in_units(*rows: torch.Tensor | None) -> list[int]:
-        """Strides of batch, token and head of tensors whose last stride is 1, 0 for those absent."""
+        """Returns the strides of batch, token and head of tensors whose last stride is 1; 0 for absent tensors."""
         given = [(0, 0, 0, 0) if t is None else token_strides(problem, t) for t in rows]
         return [stride // unit for strides in given for stride in strides[:-1]]
 
@@ -299,7 +299,7 @@ def _tensors(
     outputs: Outputs,
     config: Config,
 ) -> list[tuple[Any, ...]]:
-    """The pointer arguments of each launch, in the kernels' order."""
+    """Returns the pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
     (out, lse), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
     shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed, dout)
@@ -314,19 +314,19 @@ def _tensors(
 
 
 def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]:
-    """What each launch that owns keys writes of (dk, dv)."""
+    """Returns which of (dk, dv) each launch that owns keys writes."""
     each = [(dk, None), (None, dv)] if config.split_dkv else [(dk, dv)]
     return [pair for pair in each if pair != (None, None)]
 
 
 def stride_unit(operands: AnyOperands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
-    """The largest power of two, up to 16, that divides every stride between rows, heads and batches."""
+    """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
     tensors = [t for t in (*operands[:3], out, dout, *outputs[:3]) if t is not None]
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
 
 
 def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit: int) -> dict[str, int | bool | str]:
-    """The compile-time arguments that all kernels have, by name."""
+    """Returns the compile-time arguments that all kernels have, by name."""
     block_d, block_dv = tile_widths(problem, gpu, owned)
     features = feature_constants(problem)
     del features["HAS_SINKS"]  # of which the log-sum-exp speaks
@@ -352,7 +352,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit
 
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Every reason this kernel cannot compute the gradients of the problem there; empty when it can."""
+    """Returns every reason this kernel cannot compute the gradients of the problem; empty if it can."""
     found = reasons.of_device(gpu)
     if problem.page_size:
         found.append("a paged cache takes no part in autograd")

@@ -3,7 +3,7 @@
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
 """
 
-from warpwave.kernels.flash_fwd.config import default
+from warpwave.kernels.flash_fwd.config import default, notes
 from warpwave.kernels.flash_fwd.kernel import (
     NAME,
     NEEDS_GPU,
@@ -28,6 +28,7 @@ __all__ = [
     "configs",
     "cost",
     "default",
+    "notes",
     "smem_bytes",
     "specify",
     "why_not",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
+from warpwave.kernels.rules import NOT_MEASURED, Rule, by_width
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
@@ -126,7 +130,7 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     candidates = fitting(problem, gpu)
     if not candidates:
         return None
-    config: Config | None = _with_one_factor(problem, _default(problem, gpu))
+    config: Config | None = of_table(problem, gpu)
     while config is not None and config not in candidates:
         config = _smaller(config)
     return config or candidates[-1]  # the config that fits is not smaller in this order, for example with split_ahead
@@ -186,70 +190,191 @@ def space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
     ]
 
 
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Returns the table's config, made smaller if a tile of mask or bias also takes registers and shared memory."""
-    config = _default_without_mask(problem, gpu)
-    if problem.mask_shape is None and problem.bias_shape is None:
-        return config
-    if _is_rdna(gpu):
-        return config if problem.dtype == "float32" else Config(32, 16, 4, 1)
-    config = replace(config, num_stages=min(2, config.num_stages))
-    if gpu.vendor == "nvidia" and gpu.capability != 90:
-        return replace(config, block_n=16)  # limited by registers (tests/compile): 32 keys spill at some head_dim
-    return replace(config, block_n=max(16, config.block_n // 2))
+# The table ------------------------------------------------------------------------------------------------------------
 
 
-def _default_of_parts(gpu: Gpu, arithmetic: str, bucket: int) -> Config:
-    """Returns the config that compiles with fewest spills, with two blocks an SM if that leaves tiles large enough.
-    Timed on an H200 only: bf16x6 takes 0.69, 0.59 and 0.69 times as long as tf32x3 at head_dim 64, 128 and 256."""
-    if gpu.vendor == "amd":
-        return (Config(64, 32, 4, 1), Config(64, 16, 4, 1), Config(32, 16, 4, 1))[bucket]
-    if gpu.capability == 90:
-        return (Config(128, 32, 8, 2, True), Config(128, 32, 8, 2, True), Config(64, 16, 4, 1, True))[bucket]
-    return (Config(64, 32, 4, 2, True), Config(32, 32, 4, 2, True), Config(32, 16, 4, 1, True))[bucket]
+class Call:
+    """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
+
+    def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
+        self.problem, self.gpu = problem, gpu
+        width = max(padded(problem.head_dim), padded(problem.head_dim_v))
+        self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+        self.arithmetic = dot_precision(problem, gpu)
+        self.is_float32 = problem.dtype == "float32"
+        self.is_amd, self.is_hopper = gpu.vendor == "amd", gpu.capability == 90
+        self.is_rdna = self.is_amd and not gpu.arch.startswith("gfx9")
+
+    @property
+    def leaves_sms_idle(self) -> bool:
+        """Returns whether tiles of 128 queries are at most half as many as the SMs."""
+        p = self.problem
+        return 2 * -(-p.seqlen_q // 128) * p.num_heads_q * p.batch <= self.gpu.num_sms
 
 
-def _leaves_sms_idle(problem: AttentionProblem, gpu: Gpu, block_m: int) -> bool:
-    """Returns whether tiles of `block_m` queries are at most half as many as the SMs."""
-    return 2 * -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch <= gpu.num_sms
+SWEEP_1 = "2026-11-21-h200-flash-fwd-sweep-1.log"
+SWEEP_2 = "2026-11-21-h200-flash-fwd-sweep-2.log"
+SWEEP_3 = "2026-11-21-h200-flash-fwd-sweep-3.log"
+FLOAT32 = "2026-11-21-h200-float32.jsonl"
+ONE_HEAD = "2026-11-21-h200-float32-one-head.jsonl"
+PARTS_OF_FLOAT32 = "2026-11-21-h200-hopper-float32-parts.log"
+
+# The tile of a call without mask or bias. The figures are ratios of time on an H200. Nothing was timed on a B200, and
+# predictions for it (docs/notes/model.md) contradict each other.
+RULES: tuple[Rule[Config], ...] = (
+    Rule("float32, AMD RDNA", lambda c: c.is_float32 and c.is_rdna, (Config(32, 16, 8, 1),), NOT_MEASURED),
+    *by_width(
+        "float32 in bfloat16 parts, AMD CDNA",
+        lambda c: c.is_float32 and c.is_amd and c.arithmetic in PARTS,
+        (Config(64, 32, 4, 1), Config(64, 16, 4, 1), Config(32, 16, 4, 1)),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "float32, AMD CDNA",
+        lambda c: c.is_float32 and c.is_amd,
+        (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1)),
+        NOT_MEASURED,
+    ),
+    Rule(
+        "float32 in ieee, head_dim up to 64",
+        lambda c: c.is_float32 and c.arithmetic == "ieee" and c.bucket == 0,
+        (Config(128, 64, 8, 2),),
+        "64 x 32 on four warps takes 1.2 times as long (4 x 2048, 16 heads)",
+        SWEEP_1,
+    ),
+    Rule(
+        "float32 in ieee, head_dim 65 to 128",
+        lambda c: c.is_float32 and c.arithmetic == "ieee" and c.bucket == 1,
+        (Config(64, 32, 8, 2),),
+        "128 x 32 spills and takes 1.9 times as long (4 x 2048, 16 heads)",
+        SWEEP_1,
+    ),
+    Rule(
+        "float32 in ieee, head_dim above 128",
+        lambda c: c.is_float32 and c.arithmetic == "ieee",
+        (Config(32, 32, 4, 1),),
+        "eight warps take 1.7 times as long (2 x 1024, 8 heads)",
+        FLOAT32,
+    ),
+    Rule(
+        "float32, Hopper, head_dim up to 64, at most half as many tiles of 128 queries as SMs",
+        lambda c: c.is_float32 and c.is_hopper and c.bucket == 0 and c.leaves_sms_idle,
+        (Config(32, 32, 4, 2),),
+        "tiles of 128 queries take 1.65 times as long at 1 head x 512, tf32x3",
+        ONE_HEAD,
+    ),
+    Rule(
+        "float32 in bfloat16 parts, Hopper, head_dim up to 128",
+        lambda c: c.is_float32 and c.is_hopper and c.arithmetic in PARTS and c.bucket < 2,
+        (Config(128, 32, 8, 2, True),),
+        "bf16x6 takes 0.69 times as long as tf32x3 at head_dim 64, and 0.59 at 128",
+        PARTS_OF_FLOAT32,
+    ),
+    Rule(
+        "float32 in bfloat16 parts, Hopper, head_dim above 128",
+        lambda c: c.is_float32 and c.is_hopper and c.arithmetic in PARTS,
+        (Config(64, 16, 4, 1, True),),
+        "bf16x6 takes 0.69 times as long as tf32x3 at head_dim 256",
+        PARTS_OF_FLOAT32,
+    ),
+    *by_width(
+        "float32 in bfloat16 parts",
+        lambda c: c.is_float32 and c.arithmetic in PARTS,
+        (Config(64, 32, 4, 2, True), Config(32, 32, 4, 2, True), Config(32, 16, 4, 1, True)),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "float32 in tf32",
+        lambda c: c.is_float32,
+        (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1)),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, AMD RDNA",
+        lambda c: c.is_rdna,
+        (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 16, 8, 1)),
+        NOT_MEASURED,
+    ),
+    Rule(
+        "16 bits, AMD CDNA, head_dim up to 128",
+        lambda c: c.is_amd and c.bucket < 2,
+        (Config(64, 64, 4, 2),),
+        NOT_MEASURED,
+    ),
+    Rule("16 bits, AMD CDNA, head_dim above 128", lambda c: c.is_amd, (Config(64, 32, 8, 2),), NOT_MEASURED),
+    *by_width(
+        "16 bits, NVIDIA without wgmma or tcgen05",
+        lambda c: c.gpu.capability not in WGMMA_OR_TCGEN05,
+        (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
+        NOT_MEASURED,
+    ),
+    Rule(
+        "16 bits, head_dim up to 128",
+        lambda c: c.bucket < 2,
+        (Config(64, 64, 4, 3),),
+        "two blocks share an SM, and the softmax of one overlaps with the products of the other: 128 x 64 on eight "
+        "warps takes 1.13 times as long at 16 x 1024, 1.05 at 4 x 4096 (head_dim 128, causal)",
+        SWEEP_2,
+    ),
+    Rule(
+        "16 bits, head_dim above 128",
+        lambda c: True,
+        (Config(128, 64, 8, 2),),
+        "the accumulator leaves no room for two blocks an SM: 64 x 32 takes 1.16 times as long (16 x 1024)",
+        SWEEP_3,
+    ),
+)
+# How a mask or bias, whose tiles also take registers and shared memory, changes the tile.
+RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] = (
+    Rule(
+        "a mask or bias, float32, AMD RDNA",
+        lambda c: c.is_rdna and c.is_float32,
+        (lambda config, _: config,),
+        NOT_MEASURED,
+    ),
+    Rule("a mask or bias, AMD RDNA", lambda c: c.is_rdna, (lambda config, _: Config(32, 16, 4, 1),), NOT_MEASURED),
+    Rule(
+        "a mask or bias, NVIDIA other than Hopper",
+        lambda c: c.gpu.vendor == "nvidia" and not c.is_hopper,
+        (lambda config, _: replace(config, block_n=16, num_stages=min(2, config.num_stages)),),
+        "not measured; 32 keys a step spill at some head_dim",
+    ),
+    Rule(
+        "a mask or bias",
+        lambda c: True,
+        (
+            lambda config, _: replace(
+                config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages)
+            ),
+        ),
+        NOT_MEASURED,
+    ),
+)
+# How the factors of quantized tensors change it.
+OF_FACTORS: Rule[Callable[[Config, AttentionProblem], Config]] = Rule(
+    "quantized q, k or v: a tile has one factor, and a product sums at least 32 terms",
+    lambda problem: problem.descale_blocks is not None,
+    (lambda config, problem: _with_one_factor(problem, config),),
+    "not measured",
+)
+rule_of = rules.chooser(RULES, Call)
+rule_of_masks = rules.chooser(RULES_OF_MASKS, Call)
 
 
-def _is_rdna(gpu: Gpu) -> bool:
-    return gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
+def rows_of(problem: AttentionProblem, gpu: Gpu) -> list[Rule[Any]]:
+    """Returns the rows that choose the default config: of the tile, and of its changes."""
+    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+    rows: list[Rule[Any]] = [rule_of(problem, gpu), *([rule_of_masks(problem, gpu)] if is_masked else [])]
+    return [*rows, OF_FACTORS] if OF_FACTORS.holds(problem) else rows
 
 
-def _width(problem: AttentionProblem) -> int:
-    return max(padded(problem.head_dim), padded(problem.head_dim_v))
+def of_table(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the config that the tables choose, whether or not it fits shared memory."""
+    first, *changes = rows_of(problem, gpu)
+    return rules.changed(first.choices[0], changes, problem)
 
 
-def _default_without_mask(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Returns the fastest config of a sweep on an H200 (benchmarks/records, sweeps 1 and 2) where a factor is given
-    below; elsewhere the widest tile that compiles without spills, or with fewest (tests/compile)."""
-    bucket = 0 if _width(problem) <= 64 else 1 if _width(problem) <= 128 else 2
-    if problem.dtype == "float32":
-        arithmetic = dot_precision(problem, gpu)
-        if _is_rdna(gpu):
-            return Config(32, 16, 8, 1)
-        if gpu.vendor == "amd" and arithmetic not in PARTS:
-            return (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 4, 1))[bucket]
-        if arithmetic == "ieee":
-            # At head_dim 64, 4 x 16 heads x 2048, 64x32 on four warps takes 1.2 times as long; at 128, 128x32 spills
-            # and takes 1.9 times as long; at 256, eight warps on this tile take 1.7 times as long (1 x 8 x 2048).
-            return (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 32, 4, 1))[bucket]
-        if gpu.capability == 90 and bucket == 0 and _leaves_sms_idle(problem, gpu, 128):
-            # On an H200, 1 head x 512 takes 28 us; 44 with tiles of 128 queries: 4 blocks on 132 SMs.
-            return Config(32, 32, 4, 2)
-        if arithmetic in PARTS:
-            return _default_of_parts(gpu, arithmetic, bucket)
-        return (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1))[bucket]
-    if _is_rdna(gpu):
-        return (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 16, 8, 1))[bucket]
-    if gpu.vendor == "amd":
-        return (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 32, 8, 2))[bucket]
-    if gpu.capability not in WGMMA_OR_TCGEN05:
-        return (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2))[bucket]
-    # Four warps on 64 queries leave room for two blocks an SM, and one block's softmax overlaps with the other's
-    # products: causal at head_dim 128, 128x64 on eight warps takes 1.13 times as long at 16 x 1024, 1.05 times at
-    # 4 x 4096. At 256 the accumulator leaves no room for two, and 64x32 takes 1.16 times as long as 128x64. Nothing was
-    # timed on a B200; predictions for it (docs/notes/model.md) contradict each other.
-    return (Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 2))[bucket]
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` prints about a config: the rows that chose it."""
+    chosen = default(problem, gpu)
+    return rules.notes(rows_of(problem, gpu), config == chosen, chosen == of_table(problem, gpu))

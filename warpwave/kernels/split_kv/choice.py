@@ -15,7 +15,6 @@ from warpwave.kernels.split_kv.config import (
     may_map,
     one_step,
     smem_bytes,
-    tiles,
 )
 from warpwave.kernels.split_kv.splits import (
     FEW,
@@ -185,12 +184,13 @@ SHORT = 128  # keys of one step
 
 
 def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """Processes all keys of a dense prompt in one step, with tiles of 16 rows if all of them run at once; else returns
-    the config unchanged.
+    """Processes all keys of a dense prompt in one step if tiles of 16 rows all run at once; else makes the step no
+    longer than the prompt.
 
     For calls of 2 to 3 us: one head of 128 queries took 2.37 us this way and 2.72 with 64 x 64 in two steps, 16 heads
-    2.73 and 2.84, 32 heads (with 64 x 128) 2.86 and 2.92, one head of 64 2.15 and 2.19; of 32 1.48 with 16 x 32 and
-    1.71 with 16 x 64, of 4 1.24 with 16 x 16.
+    2.73 and 2.84; one head of 32 1.48 with 16 x 32 and 1.71 with 16 x 64, of 4 1.24 with 16 x 16. If tiles of 16 rows
+    do not all run at once, one step for 65 to 128 keys gains 2 % (32 heads: 64 x 128 2.86, 64 x 64 2.92), too little
+    for a rule.
     """
     measured = (
         (config.block_m == 64 or problem.seqlen_q == problem.seqlen_k)
@@ -206,7 +206,9 @@ def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config
     block_n = max(16, 1 << (max(1, problem.seqlen_k) - 1).bit_length())
     whole = changed(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False, kv_heads=1)
     narrow = changed(whole, block_m=16)
-    return narrow if blocks_with_rows(problem, narrow) <= (gpu.num_sms or UNKNOWN_SMS) else whole
+    if blocks_with_rows(problem, narrow) <= (gpu.num_sms or UNKNOWN_SMS):
+        return narrow
+    return whole if block_n <= config.block_n else config
 
 
 FULL = 0.9  # fraction of the SMs that have a block, in one wave
@@ -220,9 +222,7 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
 
     On an H200 one block per SM with two tiles of 128 keys in flight read 64 x 8,192 keys in 477 us, three blocks of 64
     keys in 487, and 16 x 4,096 in 63.6 and 64.2. If few tiles are split over all SMs, smaller blocks of two warps were
-    faster: 1 x 4,096 keys 6.6 us against 7.8, 4 x 4,096 20.0 against 21.3, 1 x 65,536 65.4 against 66.2. Pages of 16 of
-    four heads at once were read in 247.7 us, by pointers in 252.9 (128 x 2,048; twice). They were level at 64 x 8,192
-    (485 and 492, then 495 and 492), and 1 to 5 % slower if keys had to be split.
+    faster: 1 x 4,096 keys 6.6 us against 7.8, 4 x 4,096 20.0 against 21.3, 1 x 65,536 65.4 against 66.2.
     """
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     if config.block_m == 64:  # dense prompts were not compared; a chunk with decode: 185 us by pointers, 138 by maps
@@ -236,11 +236,6 @@ def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     roles = few_rows.tiling(problem, gpu, tiles_of_rows, keys)
     if roles is not None:
         return _with_roles(*roles)
-    if 16 <= block_n < 64:
-        mapped = changed(config, block_n=block_n, kv_heads=64 // block_n, num_stages=4, by_map=True)
-        fits = problem.num_heads_kv % mapped.kv_heads == 0 and tiles(problem, mapped) == 1 and 128 < wide <= 256
-        fits = fits and may_map(problem, gpu, mapped) and not problem.batch_invariant and problem.window_size[0] < 0
-        return mapped if fits and with_splits(problem, gpu, mapped).num_splits == 1 else config
     if block_n < 64:
         return config
     if problem.window_size[0] >= 0 and keys < MOSTLY_EDGES:  # edge tiles, which maps cannot load

@@ -130,15 +130,17 @@ def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> t
 
     From pages of 16, on an H200: 16 x 4,096 keys 63.4 us with one split, 66.6 by pointers with two; 4 x 4,096 20.7 and
     21.8; 12 x 2,048 26.5 and 30.6; 20 x 1,024 22.3 and 30.1; 1 x 8,192 9.3 and 11.3; 1 x 65,536 65.7 and 66.7. Beyond
-    two tiles per multiprocessor, several kv heads per tile are level or faster (128 x 2,048: 243.8 us, and 246.9), as
-    are pointers at head_dim 64 (83.2 and 84.6) and 256. From larger pages and contiguous keys this launch is faster if
-    blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048 25.7 and 27.7.
+    two tiles per multiprocessor, copies of several kv heads are level within 2 % at head_dim 128 (128 x 2,048: 243.8
+    us, and 246.9; 64 x 8,192: 489.0 and 486.5), and pointers are at 64 (83.2 and 84.6). From larger pages and
+    contiguous keys this launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048
+    25.7 and 27.7.
     """
     sms = gpu.num_sms or host.NUM_SMS
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     small = 16 <= problem.page_size < KEYS
     whole = ALONE * sms <= tiles and keys_seen >= LONG and wide > 128
-    if wide > 256 or tiles > FULL * sms or not (small or whole) or cannot(problem, gpu):
+    many = tiles > FULL * sms and not (small and wide > 128)
+    if wide > 256 or many or not (small or whole) or cannot(problem, gpu):
         return None
     keys, blocks = KEYS, 3 if tiles < ALONE * sms or sms < tiles <= UNEVEN * sms else 2
     if tiles * -(-keys_seen // (2 * KEYS)) <= sms:  # splits of one or two steps

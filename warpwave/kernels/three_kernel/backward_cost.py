@@ -1,4 +1,5 @@
-"""What `three_kernel`'s own gradients move and compute. A kernel of gradients for `explain`; backward.py runs them."""
+"""The bytes that `three_kernel`'s gradients move and the operations that they compute, for `explain`; backward.py
+runs them."""
 
 from __future__ import annotations
 

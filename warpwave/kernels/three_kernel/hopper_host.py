@@ -94,7 +94,6 @@ def launches(
     # A block sees the tiles up to its last row's last key: half a tile more than the previous block.
     diagonal = (chunk.row_begin + TILE[0] - 1 + high) // TILE[0] + 2 if has_high else 2 * key_tiles
     all_tiles = key_tiles_before(blocks, diagonal, key_tiles)
-    counter = host.counter(out)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     group = problem.num_heads_q // problem.num_heads_kv
     row_end = chunk.row_begin + chunk.rows
@@ -120,7 +119,7 @@ def launches(
     scores = launch.Launch(
         kernel=hopper_scores_kernel,
         grid=min(sms, chunk.heads * all_tiles),
-        tensors=(*described_by(of_scores, sources[0]), reference, top, sums, counter),
+        tensors=(*described_by(of_scores, sources[0]), reference, top, sums),
         scalars=[*scalars(key_tiles, TOGETHER), problem.seqlen_k, high, all_tiles, -(-problem.head_dim // TILE[2]),
                  max(problem.softmax_scale * math.log2(math.e), LEAST_SCALE)],
         constants={"HAS_HIGH": has_high},
@@ -142,7 +141,7 @@ def launches(
     values = launch.Launch(
         kernel=hopper_values_kernel,
         grid=min(sms, chunk.heads * blocks * columns),
-        tensors=(*described_by(of_values, sources[1]), top, lowered, row_scale, counter),
+        tensors=(*described_by(of_values, sources[1]), top, lowered, row_scale),
         scalars=scalars(columns, together),
         constants={"HAS_HIGH": has_high},
         options=options | {"launch_pdl": True},
@@ -158,7 +157,7 @@ def bind(*arguments: Any) -> Sequence[tuple[launch.Launcher, str]]:
     """Returns the compiled launches, each with the names of its arguments."""
     of_scores, of_statistics, of_values = launches(*arguments)
     return (
-        (tensor_maps.bind(*of_scores), "q k p p tile_max tile_top tile_sum"),
+        (tensor_maps.bind(*of_scores, has_counter=False), "q k p p tile_max tile_top tile_sum"),
         (launch.bind(of_statistics.launch), "p tile_max tile_top tile_sum lowered row_scale lse sinks"),
-        (tensor_maps.bind(*of_values), "p v p out tile_top lowered row_scale"),
+        (tensor_maps.bind(*of_values, has_counter=False), "p v p out tile_top lowered row_scale"),
     )

@@ -32,20 +32,18 @@ from warpwave.kernels import reasons
 from warpwave.kernels.arguments import Allocate, Results, Run, allocator, straightener
 from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, conversions, visited_tiles
 from warpwave.kernels.hopper import host
+from warpwave.kernels.three_kernel import choice, library
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel import launches as three_kernel_launches
-from warpwave.kernels.three_kernel import library
 from warpwave.kernels.three_kernel.backward import backward as gradients
 from warpwave.kernels.three_kernel.backward import why_not as gradients_why_not
+from warpwave.kernels.three_kernel.choice import configs, default, smallest_tile
 from warpwave.kernels.three_kernel.config import (
     FILLED,
     MAX_WORKSPACE_BYTES,
     block_k_of,
     block_v_of,
-    configs,
-    default,
     library_cannot,
-    smallest_tile,
     smem_bytes,
     with_workspace,
 )
@@ -345,8 +343,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Returns how a call is cut, for `explain`: the workspace of one chunk, and the number of tiles it gives the
-    GPU."""
+    """Returns what `explain` prints about a config: the rows that chose it, the workspace of one chunk, and the number
+    of tiles that a chunk gives the GPU."""
     cut = plan(problem, config)
     scores = 4 * config.split_d * cut.heads * cut.rows * cut.width
     if config.scores in ("fused", "hopper"):
@@ -358,6 +356,7 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     tiles = cut.heads * -(-cut.rows // 128) * -(-cut.width // 256)
     columns = cut.heads * -(-cut.rows // 128) * -(-problem.head_dim_v // 256)
     lines = [
+        *choice.notes(problem, gpu, config),
         f"{len(cut.chunks)} chunks of {cut.heads} heads x {cut.rows} queries: {kept}",
         f"by tiles of 128 x 256 a chunk is {tiles} of scores and {columns} of out, for {gpu.num_sms or 'unknown'} SMs",
     ]

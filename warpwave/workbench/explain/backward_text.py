@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from warpwave import dispatch
 from warpwave.workbench.explain.sections import (
+    config_notes,
     config_words,
     foreseen,
     kernel_section,
@@ -41,6 +43,9 @@ def _head(backward: Backward) -> Iterator[str]:
     """Yields the kernel, what binds, the predicted time, the products and the kernels that are not used."""
     cost, values = backward.cost, config_words(backward.config)
     yield f"BACKWARD   {backward.kernel}" + (f", {values}" if values else "")
+    module = next((kernel for kernel in dispatch.GRADIENT_KERNELS if kernel.NAME == backward.kernel), None)
+    for note in config_notes(module, backward):
+        yield from wrapped(note, "  config   ")
     yield from wrapped(verdict(backward), "  bound    ")
     if backward.prediction is not None:
         yield from wrapped(foreseen(backward.prediction), "  time     ")

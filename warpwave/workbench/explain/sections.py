@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 WIDTH = 110
 
 
+def config_notes(module: Any, said: Pass) -> Iterator[str]:
+    """Yields what a kernel's `notes` state about the config: the rows of its tables that chose it."""
+    if hasattr(module, "notes"):
+        yield from module.notes(said.problem, said.gpu, said.config)
+
+
 def foreseen(p: Prediction) -> str:
     """Returns the predicted time, its ratio to the bound, and the largest steps between them."""
     largest = sorted(((f, name) for name, f in p.factors.items() if f >= 1.05), reverse=True)[:2]

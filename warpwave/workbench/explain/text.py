@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from warpwave import dispatch
 from warpwave.problem import DTYPE_BYTES
 from warpwave.workbench.explain.backward_text import backward_sections
 from warpwave.workbench.explain.sections import (
+    config_notes,
     config_words,
     foreseen,
     kernel_section,
@@ -73,7 +75,8 @@ def _head(said: Explanation) -> Iterator[str]:
         yield f"kernel     {said.kernel}" + (f", {values} ({said.config_source})" if values else "")
         if said.backward is not None:
             yield f"gradients  {said.backward.kernel}"
-        for note in _notes(said):
+        module = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
+        for note in config_notes(module, said):
             yield from wrapped(note, "config     ")
     yield from wrapped(verdict(said), "bound by   ")
     if said.prediction is not None:
@@ -82,15 +85,6 @@ def _head(said: Explanation) -> Iterator[str]:
         yield "predicted  none: the model does not count the random numbers of dropout"
     if said.accuracy is not None:
         yield from wrapped(_accuracy(said.accuracy), "accuracy   ")
-
-
-def _notes(said: Explanation) -> list[str]:
-    """Returns the kernel's notes about its config, from its `notes(problem, gpu, config)` if it has one."""
-    from warpwave import dispatch
-
-    kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
-    notes: list[str] = kernel.notes(said.problem, said.gpu, said.config) if hasattr(kernel, "notes") else []
-    return notes
 
 
 def _accuracy(accuracy: Accuracy) -> str:

@@ -1,5 +1,6 @@
 """`hopper/flash_bwd`: warp-specialized gradients for Hopper, in Gluon."""
 
+from warpwave.kernels.hopper.flash_bwd.config import notes
 from warpwave.kernels.hopper.flash_bwd.kernel import (
     GRADIENTS,
     NAME,
@@ -25,6 +26,7 @@ __all__ = [
     "cost",
     "cost_of_bias",
     "default",
+    "notes",
     "smem_bytes",
     "specify",
     "why_not",

@@ -1,12 +1,13 @@
-"""What `hopper/flash_bwd` can run, how, and at what cost. No kernel by itself."""
+"""Problems that `hopper/flash_bwd` supports, its configs, and their shared memory. Holds no kernel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import reasons
+from warpwave.kernels import reasons, rules
 from warpwave.kernels.hopper.host import bias_bytes, pieces
+from warpwave.kernels.rules import Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
@@ -21,11 +22,12 @@ class Config:
     """Tile shape, and how the gradients are divided into launches.
 
     Args:
-        block_m: queries a step walks, 64 or 128; in the launch of dQ by itself, keys (`steps_of_dq`).
-        num_stages: tiles of Q and of dO in flight: at least 1, and 2 apart, where a step waits for the next tile before
-            it hands back its own.
-        is_joint: whether one launch makes dQ, dK and dV, with five products a tile, and adds to dQ in memory. Else one
-            makes dK and dV and another dQ: seven products, no atomics, bit for bit repeatable.
+        block_m: queries of a step, 64 or 128; in a separate launch of dQ, its keys (`steps_of_dq`).
+        num_stages: tiles of Q and of dO in flight: at least 1; at least 2 in separate launches, where a step waits for
+            the next tile before it releases its own.
+        is_joint: whether one launch computes dQ, dK and dV, with five products per tile, and adds to dQ in memory.
+            Otherwise one launch computes dK and dV and another dQ: seven products, no atomics, the same bits in every
+            run.
     """
 
     block_m: int
@@ -41,7 +43,7 @@ class Config:
 
     @property
     def block_n(self) -> int:
-        """Returns the keys of a block: two warpgroups' where dK, dV and dQ are made together, else one's."""
+        """Returns the keys of a block: those of two warpgroups if one launch computes all gradients, else of one."""
         return 2 * GROUP_ROWS if self.is_joint else GROUP_ROWS
 
 
@@ -56,25 +58,58 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
     return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
 
 
+GRADIENTS_LOG = "2026-11-23-h200-gradients.log"
+APART = Config(128, 2, is_joint=False)
+
+# A row lists all configs of a call, the default first.
+RULES: tuple[Rule[Config], ...] = (
+    Rule(
+        "head_dim above 128",
+        lambda problem: max(problem.head_dim, problem.head_dim_v) > MAX_JOINT,
+        (Config(64, 2, is_joint=False),),
+        "not measured; dQ, dK and dV of a tile do not fit the registers of two warpgroups",
+    ),
+    Rule(
+        "deterministic gradients, or a mask or bias",
+        lambda problem: problem.deterministic or problem.mask_shape is not None or problem.bias_shape is not None,
+        (APART,),
+        "not measured; only launches apart repeat bit for bit, and take masks and biases",
+    ),
+    Rule(
+        "head_dim up to 64",
+        lambda problem: width(problem) == NARROW,
+        (Config(128, 2), APART),
+        "a third stage fits Q alone: 0.97 to 1.00 times as fast",
+        GRADIENTS_LOG,
+    ),
+    Rule(
+        "head_dim 65 to 128",
+        lambda problem: True,
+        (Config(64, 3), APART),
+        "1.02 to 1.05 times as fast as two stages",
+        GRADIENTS_LOG,
+    ),
+)
+rule_of = rules.chooser(RULES, lambda problem, gpu: problem)
+
+
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the configs of a head size, the default first. Only launches apart repeat bit for bit, and take masks
-    and biases."""
-    if max(problem.head_dim, problem.head_dim_v) > MAX_JOINT:
-        return [Config(64, 2, is_joint=False)]
-    apart = Config(128, 2, is_joint=False)
-    if problem.deterministic or problem.mask_shape is not None or problem.bias_shape is not None:
-        return [apart]
-    # A third stage: 1.02 to 1.05 times as fast at head_dim 128. At 64 it fits Q alone: 0.97 to 1.00 times.
-    return [Config(128, 2) if width(problem) == NARROW else Config(64, 3), apart]
+    """Returns the configs of a call, the default first."""
+    return list(rule_of(problem, gpu).choices)
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the config with which gradients are computed."""
-    return configs(problem, gpu)[0]
+    return rule_of(problem, gpu).choices[0]
+
+
+def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` prints about a config: the row that chose it."""
+    return rules.notes([rule_of(problem, gpu)], config == default(problem, gpu))
 
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns every reason the kernel cannot compute the problem's gradients there; empty when it can."""
+    """Returns every reason the kernel cannot compute the problem's gradients; empty if it can."""
     found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
         found.append("dtype is float32; it multiplies float16 and bfloat16")
@@ -100,8 +135,8 @@ def has_hidden_rows(problem: AttentionProblem) -> bool:
 
 
 def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> tuple[int, int]:
-    """Returns the keys of a step in the launch of dQ, block_m or fewer where tiles of a bias need the room, and the
-    tiles of V in flight: as many as of K, or one where no more fit.
+    """Returns the keys of a step in the launch of dQ, block_m, or fewer if tiles of a bias take the room, and the
+    tiles of V in flight: as many as of K, or one if no more fit.
 
     Args:
         bias_bytes: of a score (`host.bias_bytes`).
@@ -115,7 +150,7 @@ def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> t
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    """Returns the shared memory of a block of the launch that takes most."""
+    """Returns the largest shared memory of a block of any launch."""
     size = DTYPE_BYTES[problem.dtype]
     if config.is_joint:
         columns = width(problem)

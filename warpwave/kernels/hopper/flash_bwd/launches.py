@@ -21,7 +21,7 @@ from warpwave.runtime.tensor_maps import MapPlan
 
 
 class Workspace(NamedTuple):
-    """What the launches leave to one another: see rows.py."""
+    """The buffers that the launches pass to one another (rows.py)."""
 
     lse_log2: torch.Tensor  # (batch * num_heads_q, rows)
     delta: torch.Tensor

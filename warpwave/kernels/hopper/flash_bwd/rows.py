@@ -1,4 +1,4 @@
-"""The launches before and behind Hopper's backward, on rows of queries: statistics, and dQ from its float32 sums.
+"""The launches before and after Hopper's backward, on rows of queries: statistics, and dQ from its float32 sums.
 
 Statistics of a row, float32: its log-sum-exp in bits, +inf where the row sees nothing, and
 delta = rowsum(dO * O) - dLSE. They lie in whole tiles, so that TMA copies them: row r of tile t of a sequence is query
@@ -133,7 +133,7 @@ def statistics_kernel(
     IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Statistics of one tile of queries of one head, and zeros where dQ's sums of it will be.
+    """Computes the statistics of one tile of queries of one head, and zeroes its sums of dQ.
 
     Args:
         of_sinks_ptr: (batch * num_heads, num_tiles): what the tile's rows add to the gradient of their head's sink.
@@ -211,8 +211,8 @@ def finish_dq_kernel(
     IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in registers
-    (joint.put_dq), times the scale, rounded once."""
+    """Computes dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in
+    registers (joint.put_dq), times the scale, rounded once."""
     place = tl.program_id(0) % num_tiles
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
-from warpwave.kernels.rules import Rule, deciding, note, undecided
+from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
 
 SHORT_KEYS = 2048
@@ -191,10 +192,10 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     """Returns the rules that depend on lengths, each with its first config that fits the GPU, else any that fits."""
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
-    rules = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
+    rows = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
     return [
-        (rule, next((_padded(call, c) for c in rule.configs if _fits_shared_memory(problem, gpu, c)), other))
-        for rule in rules
+        (rule, next((_padded(call, c) for c in rule.choices if _fits_shared_memory(problem, gpu, c)), other))
+        for rule in rows
     ]
 
 
@@ -460,8 +461,9 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
-    chosen = [note(rule_of(problem, gpu), replace(config, narrowest_v=16))]
-    if config.narrowest_v == 16:
-        return chosen
-    of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
-    return [*chosen, f"rows of V are padded to {of_values} columns: predicted to be faster than narrower pieces"]
+    rule, chosen = rule_of(problem, gpu), default(problem, gpu)
+    found = rules.notes([rule], config == chosen, replace(chosen, narrowest_v=16) in rule.choices)
+    if config.narrowest_v > 16:
+        of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
+        found.append(f"rows of V are padded to {of_values} columns: predicted to be faster than narrower pieces")
+    return found

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd_fp8.products import AT_ONCE, CHUNK
 from warpwave.kernels.hopper.host import MAX_PIECES, NUM_SMS
-from warpwave.kernels.rules import Rule, deciding, note
+from warpwave.kernels.rules import Rule, deciding
 from warpwave.problem import AttentionProblem
 
 SMEM_PER_BLOCK = 227 * 1024
@@ -140,13 +141,13 @@ RULES: tuple[Rule[Config], ...] = (
         "uneven blocks of 128 queries, and head_dim above 128 or a factor for each 64 keys",
         lambda c: c.is_uneven and c.of_64_keys,
         (Config(64, 64, 3, turns=False), Config(64, 64, 2, turns=False)),
-        "the longest block sets the length of a wave",
+        "not measured; the longest block sets the length of a wave",
     ),
     Rule(
         "uneven blocks of 128 queries",
         lambda c: c.is_uneven,
         (Config(64, 128, 3, turns=False), Config(64, 128, 2, turns=False)),
-        "the longest block sets the length of a wave",
+        "not measured; the longest block sets the length of a wave",
     ),
     Rule(
         "head_dim above 128",
@@ -166,7 +167,7 @@ RULES: tuple[Rule[Config], ...] = (
         "a factor for each 64 keys",
         lambda c: c.of_64_keys,
         (Config(128, 64, 3), Config(128, 64, 2)),
-        "a tile of keys has one factor",
+        "not measured; a tile of keys has one factor",
     ),
     Rule(
         "head_dim up to 128",
@@ -185,9 +186,9 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the config used when the caller names none."""
-    return next(config for config in rule_of(problem, gpu).configs if fits(problem, gpu, config))
+    return next(config for config in rule_of(problem, gpu).choices if fits(problem, gpu, config))
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
-    return [note(rule_of(problem, gpu), config)]
+    return rules.notes([rule_of(problem, gpu)], config == default(problem, gpu))

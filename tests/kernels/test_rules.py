@@ -1,0 +1,170 @@
+"""The tables by which families choose their configs: rows, records, and what `explain` prints of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.test_dispatch import drawn_problem
+from warpwave import dispatch, explain
+from warpwave.gpu import ARCHS, INTERPRETER, Gpu
+from warpwave.kernels import flash_bwd, flash_fwd, three_kernel
+from warpwave.kernels.flash_bwd import config as flash_bwd_configs
+from warpwave.kernels.flash_fwd import config as flash_fwd_configs
+from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
+from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
+from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.kernels.hopper.flash_bwd import config as hopper_flash_bwd_configs
+from warpwave.kernels.hopper.flash_fwd import config as hopper_flash_fwd_configs
+from warpwave.kernels.hopper.flash_fwd_fp8 import config as flash_fwd_fp8_configs
+from warpwave.kernels.rules import Rule, by_width, chooser, notes
+from warpwave.kernels.three_kernel import choice as three_kernel_choice
+from warpwave.problem import AttentionProblem
+
+ROOT = Path(__file__).parents[2]
+H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
+GPUS = (*(replace(Gpu.for_arch(arch), num_sms=132, memory_bytes=80 << 30) for arch in ARCHS), INTERPRETER)
+SHORT = (16, 64, 512)
+RowsOf = Callable[[AttentionProblem, Gpu], list[Rule[Any]]]
+
+
+def _only(rule_of: Callable[[AttentionProblem, Gpu], Rule[Any]]) -> RowsOf:
+    return lambda problem, gpu: [rule_of(problem, gpu)]
+
+
+# Kernel, its tables, and the function that finds the rows of a call.
+TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
+    (
+        flash_fwd,
+        (*flash_fwd_configs.RULES, *flash_fwd_configs.RULES_OF_MASKS, flash_fwd_configs.OF_FACTORS),
+        flash_fwd_configs.rows_of,
+    ),
+    (flash_bwd, (*flash_bwd_configs.RULES, *flash_bwd_configs.RULES_OF_MASKS), flash_bwd_configs.rows_of),
+    (
+        three_kernel,
+        (
+            *three_kernel_choice.TILES,
+            three_kernel_choice.OF_MASKS,
+            three_kernel_choice.OF_STEPS,
+            *three_kernel_choice.LAUNCHES,
+        ),
+        three_kernel_choice.rows_of,
+    ),
+    (
+        hopper_flash_fwd,
+        (*hopper_flash_fwd_configs.RULES, *hopper_flash_fwd_configs.RULES_OF_PARTS),
+        _only(hopper_flash_fwd_configs.rule_of),
+    ),
+    (flash_fwd_fp8, flash_fwd_fp8_configs.RULES, _only(flash_fwd_fp8_configs.rule_of)),
+    (hopper_flash_bwd, hopper_flash_bwd_configs.RULES, _only(hopper_flash_bwd_configs.rule_of)),
+)
+NAMES = [module.NAME for module, _, _ in TABLES]
+
+
+def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[AttentionProblem, Gpu]]:
+    """Yields drawn calls that a kernel can run: half of them on Hopper, a third of them of few queries and keys."""
+    rng, backward = random.Random(seed), module in dispatch.GRADIENT_KERNELS
+    for i in range(count):
+        problem, gpu = drawn_problem(rng), H200 if i % 2 else rng.choice(GPUS)
+        if i % 3 == 0 and not problem.page_size and not problem.packed:
+            few: dict[str, Any] = {"seqlen_q": rng.choice(SHORT[:2]), "seqlen_k": rng.choice(SHORT), "mask_shape": None}
+            problem = replace(problem, bias_shape=None, bias_dtype=None, **few)
+        if getattr(module, "QUANTIZED", False) and (module is flash_fwd_fp8 or rng.random() < 0.2):
+            blocks = rng.choice(((0, 0, 0), (128, 64, 64), (128, 128, 128)))
+            problem = replace(
+                problem, dtype="float8_e4m3fn", descale_blocks=blocks, dtype_out="bfloat16", mask_shape=None,
+                bias_shape=None, bias_dtype=None, error_budget=None, precision="default", requires_grad=False,
+                alibi_shape=None,
+            )  # fmt: skip
+        if backward:
+            problem = replace(problem, requires_grad=False, deterministic=rng.random() < 0.3)
+        if not module.why_not(problem, gpu):
+            yield problem, gpu
+
+
+@pytest.mark.parametrize(("module", "rules", "rows_of"), TABLES, ids=NAMES)
+def test_every_row_is_reached_and_its_choice_is_the_default(
+    module: ModuleType, rules: tuple[Rule[Any], ...], rows_of: RowsOf
+) -> None:
+    reached = set[str]()
+    for problem, gpu in calls_of(module, module.NAME, 4000):
+        rows = rows_of(problem, gpu)
+        reached |= {rule.where for rule in rows}
+        config = dispatch.default_config(module, problem, gpu)
+        first = rows[0].choices[0]
+        if len(rows) == 1 and isinstance(first, module.Config):
+            said = " ".join(module.notes(problem, gpu, config))
+            assert config in rows[0].choices or "made smaller" in said, f"{problem.describe()} on {gpu.name}"
+    assert reached == {rule.where for rule in rules}
+
+
+@pytest.mark.parametrize("rules", [rules for _, rules, _ in TABLES], ids=NAMES)
+def test_every_row_has_a_record_or_states_that_it_was_not_measured(rules: tuple[Rule[Any], ...]) -> None:
+    for rule in rules:
+        assert rule.choices and rule.gain, rule.where
+        if rule.record:
+            files = [ROOT / "benchmarks" / "records" / rule.record, ROOT / "docs" / "notes" / rule.record]
+            assert any(file.is_file() for file in files), rule.where
+        else:
+            assert rule.gain.startswith("not measured"), rule.where
+    assert len({rule.where for rule in rules}) == len(rules)
+
+
+@pytest.mark.parametrize(("module", "rules", "rows_of"), TABLES, ids=NAMES)
+def test_explain_prints_the_rows_that_decided(
+    module: ModuleType, rules: tuple[Rule[Any], ...], rows_of: RowsOf
+) -> None:
+    """For the forward with the kernel's config, and for the backward below its kernel."""
+    drawn = calls_of(module, f"explained {module.NAME}", 1000)
+    able = [
+        (problem, gpu)
+        for problem, gpu in drawn
+        if problem.flops and gpu is H200 and not (problem.packed or problem.page_size)
+    ][:3]
+    assert able
+    for problem, gpu in able:
+        rows = rows_of(problem, gpu)
+        if module in dispatch.GRADIENT_KERNELS:
+            kernel = next(m for m in dispatch.gradient_kernels(problem, gpu))
+            if kernel is not module:
+                rows = next(rows_of(problem, gpu) for m, _, rows_of in TABLES if m is kernel)
+            said = str(explain(replace(problem, requires_grad=True), gpu=gpu))
+            said = said[said.index(f"BACKWARD   {kernel.NAME}") :]
+        else:
+            said = str(explain(replace(problem, requires_grad=False), gpu=gpu, kernel=module.NAME))
+        said = " ".join(said.split())
+        for rule in rows:
+            assert " ".join(f"{rule.where}: {rule.gain}".split()) in said, rule.where
+
+
+def test_rows_that_read_no_size_are_decided_once_per_kind() -> None:
+    """And a row that reads a size is decided anew for each call."""
+    read = list[int]()
+
+    def holds(problem: AttentionProblem) -> bool:
+        read.append(problem.seqlen_q)
+        return problem.seqlen_q > 100
+
+    rules = (
+        Rule("never", lambda problem: problem.head_dim == 1, (0,), "not measured"),
+        Rule("long", holds, (1,), "not measured"),
+        Rule("else", lambda problem: True, (2,), "not measured"),
+    )
+    rule_of = chooser(rules, lambda problem, gpu: problem)
+    problem = replace(drawn_problem(random.Random(0)), head_dim=64, error_budget=None)
+    found = [rule_of(replace(problem, seqlen_q=n), H200).where for n in (7, 300, 7)]
+    assert found == ["else", "long", "else"] and len(read) == 4, "once without sizes, then once a call"
+
+
+def test_the_sentence_of_a_row() -> None:
+    rules = by_width("here", lambda call: True, ("a", "b", "c"), "1.1 times as fast", "some.log")
+    assert [rule.choices for rule in rules] == [("a",), ("b",), ("c",)]
+    assert notes(rules[:1], True) == ["here, head_dim up to 64: 1.1 times as fast (some.log)"]
+    assert notes(rules[:1], False)[0].endswith("; the table would choose another config")
+    assert "made smaller to fit shared memory" in notes(rules[:1], True, False)[0]
