@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "dense": (dense, 99),
     "dense, head_dim 64": (lambda n: dense(n, 64), 104),
     "packed": (packed, 88),
-    "cached, pages of 16": (cached, 106),
+    "cached, pages of 16": (cached, 109),
     "cached, pages of 64": (lambda n: cached(n, 64), 126),
     "decode": (decode, 211),
     "decode, keys by head": (decode_by_head, 174),

@@ -15,7 +15,7 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call, Case
 from tests.conformance.harness import DEVICE, KERNELS, bits
 from warpwave import attention
-from warpwave.kernels.three_kernel.config import own_products
+from warpwave.kernels.three_kernel.choice import own_products
 
 # torch's kernel serves CPU tensors only: it has no claim here to test.
 GPU_KERNELS = [name for name in KERNELS if name != "torch_sdpa"]

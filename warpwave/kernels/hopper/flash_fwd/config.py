@@ -462,7 +462,8 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
     rule, chosen = rule_of(problem, gpu), default(problem, gpu)
-    found = rules.notes([rule], config == chosen, replace(chosen, narrowest_v=16) in rule.choices)
+    fits = chosen is not None and replace(chosen, narrowest_v=16) in rule.choices
+    found = rules.notes([rule], config == chosen, fits)
     if config.narrowest_v > 16:
         of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
         found.append(f"rows of V are padded to {of_values} columns: predicted to be faster than narrower pieces")
