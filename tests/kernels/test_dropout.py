@@ -306,16 +306,17 @@ def test_other_kernels_refuse(kernel: str, arch: str) -> None:
     assert any("dropout" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
-def test_the_kernels_that_serve(arch: str, dtype: str) -> None:
+def test_the_kernels_that_serve(arch: str, dtype: str, head_dim: int) -> None:
     problem = AttentionProblem(
-        batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=8, num_heads_kv=2, head_dim=64, head_dim_v=64,
-        dtype=dtype, softmax_scale=0.125, dropout_p=0.1,
+        batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=8, num_heads_kv=2, head_dim=head_dim,
+        head_dim_v=head_dim, dtype=dtype, softmax_scale=0.125, dropout_p=0.1,
     )  # fmt: skip
     gpu, hopper = Gpu.for_arch(arch), dispatch.hopper_flash_fwd
     on_hopper = arch == "sm_90" and dtype == "bfloat16"
-    assert dispatch.choose(problem, gpu).kernel is (hopper if on_hopper else flash_fwd)
+    assert dispatch.choose(problem, gpu).kernel is (hopper if on_hopper and head_dim > 64 else flash_fwd)
     assert dispatch.gradient_kernels(problem, gpu)[0] is (dispatch.hopper_flash_bwd if on_hopper else flash_bwd)
     assert on_hopper == (not hopper.why_not(problem, gpu))
     if arch == "sm_90" and not on_hopper:
@@ -547,7 +548,7 @@ def test_explain_on_hopper_names_kernels_with_dropout() -> None:
     from warpwave.workbench.hardware import catalog
 
     problem = AttentionProblem(
-        batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=2, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=2, num_heads_kv=2, head_dim=128, head_dim_v=128,
         dtype="bfloat16", softmax_scale=0.125, dropout_p=0.1, requires_grad=True,
     )  # fmt: skip
     found = warpwave.explain(problem, gpu=catalog.resolve("h200"))

@@ -95,12 +95,10 @@ def test_narrow_pieces_are_padded(head_dim: int, narrowest: int) -> None:
     expected = PADDED[head_dim, narrowest]
     assert host.pieces(head_dim, narrowest) == expected
     problem, plain = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim), flash_fwd.Config(128, 64, 2)
-    for name, place in (("narrowest_k", 0), ("narrowest_v", 1)):
-        config = replace(plain, **{name: narrowest})
-        assert flash_fwd_configs.row_pieces(problem, config)[place] == expected
-        assert flash_fwd_configs.row_pieces(problem, config)[1 - place] == host.pieces(head_dim)
-        assert flash_fwd.smem_bytes(problem, H200, config) > flash_fwd.smem_bytes(problem, H200, plain)
-        assert flash_fwd.cost(problem, H200, config).flops > flash_fwd.cost(problem, H200, plain).flops
+    config = replace(plain, narrowest_v=narrowest)
+    assert flash_fwd_configs.row_pieces(problem, config) == (host.pieces(head_dim), expected)
+    assert flash_fwd.smem_bytes(problem, H200, config) > flash_fwd.smem_bytes(problem, H200, plain)
+    assert flash_fwd.cost(problem, H200, config).flops > flash_fwd.cost(problem, H200, plain).flops
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,8 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((160, 160), {}, flash_fwd.Config(128, 128, 2)),
         ((136, 144), {"causal": Causal()}, flash_fwd.Config(128, 128, 2)),
         ((192, 128), {}, flash_fwd.Config(128, 128, 2)),
-        ((192, 128), {"seqlen_k": 2048}, flash_fwd.Config(128, 64, 2)),
+        ((192, 128), {"seqlen_k": 1024}, flash_fwd.Config(128, 128, 2)),
+        ((192, 128), {"seqlen_k": 1000}, flash_fwd.Config(128, 64, 2)),
         ((192, 192), {}, flash_fwd.Config(128, 64, 2)),
         ((256, 128), {}, flash_fwd.Config(128, 64, 2)),
         ((160, 160), {"softcap": 30.0}, flash_fwd.Config(128, 64, 2)),
@@ -398,7 +397,7 @@ def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
     records = Path(__file__).parents[3] / "benchmarks" / "records"
     for rule in rules:
         assert rule.choices and rule.gain, rule.where
-        assert (records / rule.record).is_file() or (rule.gain.startswith("predicted") and not rule.record), rule.where
+        assert (records / rule.record).is_file(), rule.where
     assert len({rule.where for rule in rules}) == len(rules)
 
 

@@ -60,7 +60,12 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why `flash_fwd` is faster: very short calls do not amortize setting up the ring and the warp roles."""
+    """Returns why `flash_fwd` is faster: very short calls do not amortize setting up the ring and the warp roles, and
+    up to head_dim 64 random numbers bind calls with dropout."""
+    if problem.dropout_p and max(problem.head_dim, problem.head_dim_v) <= 64:
+        # 4 x 4096 causal, ms, this kernel / flash_fwd (record 2026-11-23-h200-dropout.json): 64 1.57 / 1.42, 128 0.87 /
+        # 0.93, 256 0.63 / 0.74.
+        return ["dropout up to head_dim 64: flash_fwd is 1.1 x as fast"]
     rows = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
     short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
     if problem.mask_shape is not None or problem.bias_shape is not None:

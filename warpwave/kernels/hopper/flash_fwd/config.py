@@ -17,8 +17,9 @@ SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
-# Widths of V whose narrow pieces are padded: products with 16 or 32 columns are taken to last as long as with 64.
+# Widths of V whose narrow pieces are padded: products with 16 or 32 columns last about as long as with 64.
 PADDED_VALUES = (48, 112, 176)
+GAIN_OF_PADDING = "narrower pieces take 1.07 times as long at 48, 1.04 at 176; at 112 it allows blocks of 192 queries"
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Config:
             num_stages: K and V tiles in flight: at least 2; at least 1 if float32 operands have several parts.
             blocks_per_sm: blocks that share an SM, its registers and its shared memory: 1 to 3; more than 1 requires
                 64 queries per block.
-            narrowest_v, narrowest_k: columns of the narrowest piece of a row of V, and of Q and K: 16, 32 or 64. With
-                wider ones rows are padded with zeros: 112 is 64 + 32 + 16, or one piece of 128.
+            narrowest_v: columns of the narrowest piece of a row of V: 16, 32 or 64. With wider ones rows are padded
+                with zeros: 112 is 64 + 32 + 16, or one piece of 128.
     """
 
     block_m: int
@@ -40,7 +41,6 @@ class Config:
     num_stages: int
     blocks_per_sm: int = 1
     narrowest_v: int = 16
-    narrowest_k: int = 16
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -48,7 +48,6 @@ class Config:
             ("block_n", (32, 64, 128)),
             ("blocks_per_sm", (1, 2, 3)),
             ("narrowest_v", (16, 32, 64)),
-            ("narrowest_k", (16, 32, 64)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
@@ -90,7 +89,7 @@ def registers(config: Config) -> tuple[int, int]:
 
 def row_pieces(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the pieces of a row of Q and K, and those of a row of V."""
-    return pieces(problem.head_dim, config.narrowest_k), pieces(problem.head_dim_v, config.narrowest_v)
+    return pieces(problem.head_dim), pieces(problem.head_dim_v, config.narrowest_v)
 
 
 def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
@@ -200,8 +199,7 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
 
 
 def _padded(call: Call, config: Config) -> Config:
-    """Returns the config with rows of V in wider pieces if that is predicted to be faster, and fits. Not run on a
-    GPU."""
+    """Returns the config with rows of V in wider pieces if that is faster, and fits."""
     wider = replace(config, narrowest_v=64)
     return wider if call.pads_values and _fits_shared_memory(call.problem, call.gpu, wider) else config
 
@@ -316,6 +314,7 @@ MASKS = "2026-11-21-h200-hopper-masks-windows.log"
 WIDE = "2026-11-21-h200-hopper-float32-parts.log"
 HALVES = "2026-11-21-h200-hopper-float32-halves.log"
 OF_192 = "2026-11-22-h200-hopper-tiles-of-192.log"
+BETWEEN = "2026-11-23-h200-named-forward.jsonl"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200.
 RULES: tuple[Rule[Config], ...] = (
@@ -355,11 +354,12 @@ RULES: tuple[Rule[Config], ...] = (
         MASKS,
     ),
     Rule(
-        "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, more than 2,048 keys",
-        lambda c: 128 < c.width <= (192 if c.width_v <= 128 else 160) and c.is_bare and c.reach > SHORT_KEYS,
+        "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, at least 1,024 keys",
+        lambda c: 128 < c.width <= (192 if c.width_v <= 128 else 160) and c.is_bare and c.reach >= 1024,
         (Config(128, 128, 2),),
-        "predicted 1.03 to 1.08 times as fast as 64 keys a step, and not run: a product of scores reads 96 bytes of "
-        "shared memory a clock instead of 128, which is the maximum",
+        "64 keys a step take 1.15 times as long at head_dim 160, 4 x 4096, 1.19 at 192/128; causal 1.08 and 1.14; at "
+        "16 x 1024 1.07, causal 0.99",
+        BETWEEN,
     ),
     Rule(
         "head_dim 129 to 256",
@@ -373,7 +373,7 @@ RULES: tuple[Rule[Config], ...] = (
         lambda c: c.width > 64 and c.is_plain and c.suits_192,
         (Config(192, 64, 4),),
         "1.07 times as fast as 128 queries at 1 x 16384 and 4 x 4096, 1.035 at 16 x 1024; causal 1.07, 1.04, 1.01; in "
-        "windows 1.06 to 1.08; with a random mask 0.96",
+        "windows 1.06 to 1.08; with a random mask 0.96; at head_dim 112, V padded, 1.15 to 1.07, causal 1.17 and 1.07",
         OF_192,
     ),
     Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2),), "the fastest of a sweep", TUNING),
@@ -466,5 +466,5 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     found = rules.notes([rule], config == chosen, fits)
     if config.narrowest_v > 16:
         of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
-        found.append(f"rows of V are padded to {of_values} columns: predicted to be faster than narrower pieces")
+        found.append(f"rows of V are padded to {of_values} columns: {GAIN_OF_PADDING} ({BETWEEN})")
     return found
