@@ -68,13 +68,17 @@ NAMES = [module.NAME for module, _, _ in TABLES]
 
 
 def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[AttentionProblem, Gpu]]:
-    """Yields drawn calls that a kernel can run: half of them on Hopper, a third of them of few queries and keys."""
+    """Yields drawn calls that a kernel can run: half of them on Hopper, a third of few queries and keys."""
     rng, backward = random.Random(seed), module in dispatch.GRADIENT_KERNELS
     for i in range(count):
         problem, gpu = drawn_problem(rng), H200 if i % 2 else rng.choice(GPUS)
         if i % 3 == 0 and not problem.page_size and not problem.packed:
             few: dict[str, Any] = {"seqlen_q": rng.choice(SHORT[:2]), "seqlen_k": rng.choice(SHORT), "mask_shape": None}
             problem = replace(problem, bias_shape=None, bias_dtype=None, **few)
+        if i % 11 == 0 and not problem.page_size and not problem.packed:  # plain calls, rare among the drawn ones
+            plain: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
+            problem = replace(problem, bias_shape=None, bias_dtype=None, head_dim=rng.choice((136, 160, 192)), **plain)
+            problem = replace(problem, head_dim_v=rng.choice((128, problem.head_dim)))
         if getattr(module, "QUANTIZED", False) and (module is flash_fwd_fp8 or rng.random() < 0.2):
             blocks = rng.choice(((0, 0, 0), (128, 64, 64), (128, 128, 128)))
             problem = replace(
@@ -93,7 +97,7 @@ def test_every_row_is_reached_and_its_choice_is_the_default(
     module: ModuleType, rules: tuple[Rule[Any], ...], rows_of: RowsOf
 ) -> None:
     reached = set[str]()
-    for problem, gpu in calls_of(module, module.NAME, 4000):
+    for problem, gpu in calls_of(module, module.NAME, 8000):
         rows = rows_of(problem, gpu)
         reached |= {rule.where for rule in rows}
         config = dispatch.default_config(module, problem, gpu)
