@@ -126,7 +126,8 @@ def _of_program(record: str, data: Mapping[str, Any]) -> Iterator[Row]:
             if not isinstance(entry, dict):
                 continue
             if "bfloat16" in entry:  # float8_beside_16_bits.py
-                suite, case, times = "8 bits", _name_of_point(entry), _times_of_point(entry)
+                suite, case = f"8 bits, {entry['head_dim']}", _name_of_point(entry)
+                times = _times_of_point(entry)
             elif isinstance(entry.get("ms"), dict) and "warpwave" in entry["ms"]:
                 suite, case = _name(group, entry)
                 times = {name: [1000 * ms for ms in found] for name, found in entry["ms"].items() if found}
@@ -155,8 +156,8 @@ def _name_of_point(entry: Mapping[str, Any]) -> str:
 
 
 def _times_of_point(entry: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Returns the times of a point by contender. Its first 8-bit contender is the default config."""
+    """Returns the times of a point by contender. Ours is its default config."""
     timed = {name: found["us"] for name, found in entry.items() if isinstance(found, dict) and found["is_right"]}
-    first = next((name for name in timed if name.startswith("float8")), None)
     peers = {name: us for name, us in timed.items() if not name.startswith("float8")}
-    return peers if first is None else {"warpwave": timed[first], **peers}
+    mine = timed.get(entry["default"])
+    return peers if mine is None else {"warpwave": mine, **peers}

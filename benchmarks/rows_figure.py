@@ -59,7 +59,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "training steps": "grouped heads, small step",
         "training": "forward for gradients",
     },
-    "Quantized": {"8 bits": "float8 beside 16 bits"},
+    "Quantized": {
+        "8 bits, 64": "float8 beside 16 bits, 64",
+        "8 bits, 128": "float8 beside 16 bits, 128",
+        "8 bits, 256": "float8 beside 16 bits, 256",
+    },
     "Models": {"a model in transformers": "8 layers, transformers", "training a model": "a training step"},
     "Host time": {"host": "eager calls"},
 }
@@ -304,7 +308,8 @@ they lie left of 1, have a ring, and are listed in the table below.
   peer, and of these the newest. A run that the clock ended early thus does not replace a whole one.
 - Times are of the device, except those of the host in "Host time". Rows of a model or of a training step are whole
   steps.
-- Ours is `auto`; in suites without it, the kernel that the suite names. "8 bits" has the 16-bit kernels as peers.
+- Ours is `auto`; in suites without it, the kernel that the suite names. "Quantized" has a suite for each head_dim, and
+  its peers compute in 16 bits.
 - `d128 16x1/4096 h32/8` is head_dim 128, 16 sequences of one query and 4,096 keys, and 32 query heads on 8 kv heads.
   Other names begin with head_dim.
 - Rows of different suites may be of different versions of the code. The list of records has each one's commit.

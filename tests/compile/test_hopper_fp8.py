@@ -1,5 +1,5 @@
-"""The 8-bit Hopper forward compiles to what makes it fast: 8-bit wgmma under way together, turns passed on behind them,
-loops over keys without spills, and a launch before that moves 16 bytes at a time."""
+"""The 8-bit Hopper forward compiles to what makes it fast: 8-bit wgmma under way together, loops over keys without
+spills, and a launch before that moves 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPILL_BOUND = 320
 
 
 # Configs that are no default at the sizes of `fp8_job`: three warpgroups, and others that a benchmark compares.
-CONFIGS = [(64, (192, 128, 3)), (128, (128, 128, 2)), (256, (128, 64, 2, True))]
+CONFIGS = [(64, (192, 128, 3)), (128, (128, 128, 2)), (256, (128, 64, 2))]
 
 
 def fp8_job(head_dim: int, feature: str, block: int) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def check(head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> Non
     together = sum(widths) <= 128
     many = len(widths) if together else sum(-(-width // 64) for width in widths)
     products = scores + many * of_chunk
-    # Behind the wait for the turn: the products of a tile; above 128 columns the first chunk and the scores, then the
-    # next chunk. Then the turn is passed on.
-    begin = f"pH{{{products}}}a" if together else f"pH{{{scores + of_chunk}}}WH{{{of_chunk}}}a"
+    # Behind the wait for K: the products of a tile; above 128 columns the first chunk and the scores, then the next
+    # chunk.
+    begin = f"pH{{{products}}}W" if together else f"pH{{{scores + of_chunk}}}WH{{{of_chunk}}}W"
     overlapped = [loop for loop in loops if loop.count("H") == products and re.search(begin, loop.replace("S", ""))]
     assert len(overlapped) >= 1, f"{what}: {loops}"
     for loop in overlapped:
@@ -68,9 +68,10 @@ def check(head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> Non
         assert loop.count("S") <= (feature == "window"), f"{what}: the loop spills: {loop}"
         assert loop.count("W") == (2 if together else many + 1), f"{what}: {loop}"
         if (feature, block) == ("plain", 0) and head_dim in (64, 128, 256):
-            # The last products are waited for behind most exponentials, or, in chunks, have some beside them. In other
-            # loops ptxas may move exponentials below the wait.
-            assert loop.split("W")[-2].count("E") > (block_n // 4 if together else 8), f"{what}: {loop}"
+            # Products that start together are waited for before most exponentials; the last chunk has some beside it.
+            # In other loops ptxas may move exponentials below the wait.
+            after, least = (-1, block_n // 4) if together else (-2, 8)
+            assert loop.split("W")[after].count("E") > least, f"{what}: {loop}"
 
 
 @pytest.mark.parametrize(("head_dim", "feature", "block"), SAMPLE)

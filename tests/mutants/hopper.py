@@ -109,18 +109,18 @@ HOPPER_FP8 = [
     ),
     Mutant(
         "float8 on Hopper: a chunk of values added twice", f"{FP8}/consumer.py",
-        "3 if rules.VALUES_FIRST else 0, MANY", "2 if rules.VALUES_FIRST else 0, MANY",
-        f"{FP8_ON_CPU}test_every_order_of_a_step", "256-True", "assert ",
+        "BLOCKWISE, 3, MANY)", "BLOCKWISE, 2, MANY)",
+        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "256", "assert ",
     ),
     Mutant(
         "float8 on Hopper: values times the factor of the next tile", f"{FP8}/consumer.py",
         "of_values(head, tile + 1, keys, rules)", "of_values(head, tile + 0, keys, rules)",
-        f"{FP8_ON_CPU}test_every_order_of_a_step", "64-True-True", "assert ",
+        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "assert ",
     ),
     Mutant(
-        "float8 on Hopper: a tile that is skipped takes no turn", f"{FP8}/turns.py",
-        "        take_turn(turns, GROUP, n)\n        pass_turn", "        pass_turn",
-        f"{FP8_ON_CPU}test_groups_take_turns", "128", "deadlock",
+        "float8 on Hopper: tiles that a group does not see are not handed back", f"{FP8}/consumer.py",
+        "n = skip(k_ring, v_ring, n, block_end - end)", "n = skip(k_ring, v_ring, n, 0)",
+        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
     ),
 ]  # fmt: skip
 

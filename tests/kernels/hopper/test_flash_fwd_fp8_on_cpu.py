@@ -1,7 +1,9 @@
-"""The 8-bit Hopper forward's own source on a CPU: its protocol, turns, factors and masks, tile by tile."""
+"""The 8-bit Hopper forward's own source on a CPU: its protocol, factors and masks, tile by tile."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from warpwave.kernels.hopper import words as device_words
 from warpwave.kernels.hopper.flash_fwd import consumer as of_16_bits
 from warpwave.kernels.hopper.flash_fwd import mask_bias
 from warpwave.kernels.hopper.flash_fwd import producer as producer_of_16_bits
-from warpwave.kernels.hopper.flash_fwd_fp8 import Config, consumer, factors, kernel, producer, products, turns
+from warpwave.kernels.hopper.flash_fwd_fp8 import Config, consumer, factors, kernel, producer, products
+from warpwave.kernels.hopper.flash_fwd_fp8.config import fits
 from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem, QuantizedOperands
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -29,9 +32,7 @@ H200 = Gpu.for_arch("sm_90")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
-def on_cpu(
-    problem: AttentionProblem, operands: QuantizedOperands, config: Config, own: dict[str, Any] | None = None
-) -> tuple[Tensor, Tensor]:
+def on_cpu(problem: AttentionProblem, operands: QuantizedOperands, config: Config) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel and its roles, one block after another."""
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=torch.bfloat16)
     lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
@@ -40,10 +41,10 @@ def on_cpu(
     ahead, spec = kernel.specify(problem, H200, operands, out, lse, config)
     ahead.tensors[-1].view(torch.uint8).copy_(transposed(problem, operands).view(torch.uint8))
     modules = (
-        *(kernel, consumer, producer, products, turns, factors, of_16_bits, producer_of_16_bits, device_parts, rows),
+        *(kernel, consumer, producer, products, factors, of_16_bits, producer_of_16_bits, device_parts, rows),
         *(scheduler, serial, softmax, visible, mask_bias, device_words),
     )
-    gluon_on_cpu.run_launch(spec, modules, 2, own or {})
+    gluon_on_cpu.run_launch(spec, modules, 2, {})
     return out, lse
 
 
@@ -175,36 +176,26 @@ def test_the_protocol_on_a_cpu(name: str) -> None:
     gate(problem, operands, *on_cpu(problem, operands, config))
 
 
-@pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize("values_first", [False, True])
 @pytest.mark.parametrize("width", [64, 96, 256])
-def test_every_order_of_a_step(width: int, values_first: bool, turns: bool) -> None:
+def test_factors_of_blocks_of_every_width(width: int) -> None:
+    """One product with V, a product for each of two pieces, and four chunks."""
     problem, operands = call(dims=(64, width), lengths=(200, 520), causal="bottom_right", blocks=(0, 64, 64))
-    config = Config(128, 64, 2, values_first, turns)
+    config = Config(128, 64, 2)
     assert config in flash_fwd_fp8.configs(problem, H200)
     gate(problem, operands, *on_cpu(problem, operands, config))
 
 
-@pytest.mark.parametrize("block_m", [128, 192])
-def test_groups_take_turns(block_m: int) -> None:
-    """Every group starts the products of every tile of its block, in the order of the groups, also of those it
-    skips."""
-    problem, operands = call(lengths=(300, 520), window_left=200, causal="bottom_right", batches=1)
-    config = Config(block_m, 64, 2)
-    taken: list[tuple[int, int]] = []
-
-    def noted(barriers: Any, group: int, n: Any) -> None:
-        real(barriers, group, n)
-        taken.append((int(n), group))
-
-    used = {module.__name__: module for module in (turns, device_parts)}
-    real = gluon_on_cpu.functions(used, gluon_on_cpu.Block(0, 2))[turns.__name__].take_turn
-    gate(problem, operands, *on_cpu(problem, operands, config, {"take_turn": lambda: noted}))
-    starts = [i for i, turn in enumerate(taken) if turn == (0, 0)]
-    assert len(starts) == 2, "two programs"
-    for found in (taken[: starts[1]], taken[starts[1] :]):
-        assert found == [(n, g) for n in range(len(found) // config.groups) for g in range(config.groups)]
-        assert len(found) > 3 * config.groups
+@pytest.mark.parametrize("block", [0, 64, 128])
+@pytest.mark.parametrize("causal", ["", "bottom_right"])
+def test_every_default_fits(causal: str, block: int) -> None:
+    for width, width_v in product(range(16, 257, 16), repeat=2):
+        for lengths in ((150, 330), (8192, 8192)):
+            problem = replace(
+                call(causal=causal, blocks=(block, block, block))[0], head_dim=width, head_dim_v=width_v,
+                seqlen_q=lengths[0], seqlen_k=lengths[1],
+            )  # fmt: skip
+            config = flash_fwd_fp8.default(problem, H200)
+            assert fits(problem, H200, config), problem.describe()
 
 
 def with_nan_where_unseen(problem: AttentionProblem, operands: QuantizedOperands) -> QuantizedOperands:

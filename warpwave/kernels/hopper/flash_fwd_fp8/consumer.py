@@ -32,7 +32,6 @@ from warpwave.kernels.hopper.flash_fwd_fp8.products import (
     with_products,
     zero_accumulator,
 )
-from warpwave.kernels.hopper.flash_fwd_fp8.turns import pass_turn, skip_in_turn, take_turn
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -42,6 +41,7 @@ from warpwave.kernels.hopper.parts import (
     like,
     matrix,
     scores_async,
+    skip,
     wait_full,
 )
 from warpwave.kernels.hopper.rows import store_out
@@ -89,14 +89,14 @@ def raised(m_i):
 
 @jit
 def step(
-    q, q_empty, turns, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin,
-    whole_end, place, keys, head, rules,
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin, whole_end,
+    place, keys, head, rules,
 ):  # fmt: skip
-    """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
-    values.
+    """Computes the scores of tile n + 1 with their softmax, and the product of tile n's probabilities and values.
 
-    Up to 128 columns of values are multiplied at once. Of wider tiles the first chunk starts before the scores, and its
-    product is added while the scores are computed; the others start one after another.
+    Up to 128 columns of values are multiplied at once, and their product is waited for before the exponentials. Of
+    wider tiles the first chunk starts before the scores, and its product is added while the scores are computed; the
+    others start one after another, between exponentials.
     """
     MANY: gl.constexpr = len(chunks_of(v_ring.pieces))
     TOGETHER: gl.constexpr = starts_together(v_ring.pieces)
@@ -105,24 +105,16 @@ def step(
     of_tile = rules_of_tile(head, tile, keys, rules)
     factor = of_values(head, tile + 1, keys, rules)
     wait_full(k_ring, n + 1)
-    take_turn(turns, GROUP, n + 1)
     if TOGETHER:
         scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
         pending = value_products(p, v_ring, n)
-        pass_turn(turns, GROUP, n + 1, rules.GROUPS)
         x = warpgroup_mma_wait(MANY, deps=[scores])
-    elif rules.VALUES_FIRST:
+    else:
         pending = value_product(p, v_ring, n, 0)
         scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
         product = warpgroup_mma_wait(len(k_ring.pieces), deps=[pending])
         acc = replaced(acc, 0, promoted(acc[0], product, factor, BLOCKWISE))
         pending = next_product(p, product, v_ring, n, 1)
-        pass_turn(turns, GROUP, n + 1, rules.GROUPS)
-        x = warpgroup_mma_wait(1, deps=[scores])
-    else:
-        scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
-        pending = value_product(p, v_ring, n, 0)
-        pass_turn(turns, GROUP, n + 1, rules.GROUPS)
         x = warpgroup_mma_wait(1, deps=[scores])
     hand_back_multiplied(k_ring, n + 1)
     release(q_empty, GROUP, is_last, rules)
@@ -131,33 +123,28 @@ def step(
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
     m_i, alpha, lead = settled(x, scale, m_i, lead)
-    if TOGETHER and rules.VALUES_FIRST:
+    if TOGETHER:
         acc = with_products(acc, pending, factor, BLOCKWISE)
         hand_back_multiplied(v_ring, n)
-    elif rules.VALUES_FIRST:
+    else:
         acc, pending = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 1, 2)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
-    if not TOGETHER and rules.VALUES_FIRST:
+    if not TOGETHER:
         # ptxas moves this wait up between the exponentials.
         acc, pending = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 2, 3)
-    wait_full(v_ring, n + 1)  # keeps ptxas from moving the waits below up
-    if TOGETHER and not rules.VALUES_FIRST:
-        acc = with_products(acc, pending, factor, BLOCKWISE)
-        hand_back_multiplied(v_ring, n)
-    elif not TOGETHER:
-        acc, _ = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 3 if rules.VALUES_FIRST else 0, MANY)
+    wait_full(v_ring, n + 1)  # keeps ptxas from moving the wait below up
+    if not TOGETHER:
+        acc, _ = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 3, MANY)
         hand_back_multiplied(v_ring, n)
     return rounded(p32, rules.BLOCK_N), m_i, lead, l_i, rescaled(acc, alpha)
 
 
 @jit
-def edge_scores(q, turns, GROUP: gl.constexpr, k_ring, n, tile, place, keys, head, rules):
+def edge_scores(q, k_ring, n, tile, place, keys, head, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
     of_tile = rules_of_tile(head, tile, keys, rules)
     wait_full(k_ring, n)
-    take_turn(turns, GROUP, n)
     scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
-    pass_turn(turns, GROUP, n, rules.GROUPS)
     x = warpgroup_mma_wait(0, deps=[scores])
     hand_back_multiplied(k_ring, n)
     return in_bits(x, tile, place, keys, of_tile, True)
@@ -178,11 +165,9 @@ def add_values(p, v_ring, n, acc, tile, keys, head, rules):
 
 
 @jit
-def edge_step(
-    q, turns, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules
-):  # fmt: skip
+def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules):
     """Processes tile n without overlap: the mask takes a tile's worth of registers, so two tiles do not fit."""
-    x, scale = edge_scores(q, turns, GROUP, k_ring, n, tile, place, keys, head, rules)
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
     m_i, alpha, lead = settled(x, scale, m_i, lead)
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
@@ -205,8 +190,7 @@ def first_state(v_ring, BLOCK_N: gl.constexpr):
 
 @jit
 def all_tiles(
-    q, q_empty, turns, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head,
-    rules,
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head, rules
 ):  # fmt: skip
     """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
     with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
@@ -219,13 +203,11 @@ def all_tiles(
         first = begin
     elif rules.HAS_HIGH:
         while tile > last:
-            m_i, lead, l_i, acc = edge_step(
-                q, turns, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules
-            )
+            m_i, lead, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules)
             n += 1
             tile -= 1
     is_last = tile == begin
-    x, scale = edge_scores(q, turns, GROUP, k_ring, n, tile, place, keys, head, rules)
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
     release(q_empty, GROUP, is_last, rules)
     m_i, alpha, lead = settled(x, scale, m_i, lead)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
@@ -234,7 +216,7 @@ def all_tiles(
     wait_full(v_ring, n)
     for i in range(last - first):
         p, m_i, lead, l_i, acc = step(
-            q, q_empty, turns, GROUP, k_ring, v_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
+            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
             whole_begin, whole_end, place, keys, head, rules,
         )  # fmt: skip
         n += 1
@@ -254,7 +236,6 @@ class Consumer:
         alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
         factors: the dequantization factors of q, k and v.
         q_tiles, q_full, q_empty: the queries of a block and their barriers.
-        turns: the barriers of turns (turns.py), or ().
         k_ring, v_ring, box: tiles of K and of V transposed, and the producer's messages.
     """
 
@@ -274,7 +255,6 @@ class Consumer:
     out_tiles: gl.tuple
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
-    turns: gl.tuple
     k_ring: Ring
     v_ring: Ring
     box: scheduler.Mailbox
@@ -283,7 +263,7 @@ class Consumer:
     @constexpr_function
     def __init__(
         self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
-        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, turns, k_ring, v_ring, box, rules,
+        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
     ):  # fmt: skip
         self.out_maps = out_maps
         self.out_ptr = out_ptr
@@ -301,7 +281,6 @@ class Consumer:
         self.out_tiles = out_tiles
         self.q_full = q_full
         self.q_empty = q_empty
-        self.turns = turns
         self.k_ring = k_ring
         self.v_ring = v_ring
         self.box = box
@@ -313,7 +292,6 @@ def consumer(GROUP: gl.constexpr, role):
     """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty
-    turns = role.turns
     k_ring = role.k_ring
     v_ring = role.v_ring
     box = role.box
@@ -332,16 +310,15 @@ def consumer(GROUP: gl.constexpr, role):
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         head = of_head(role.factors, work)
         of_queries = rules_of_queries(role.factors, head, place.row_first, work, rules)
-        n = skip_in_turn(turns, GROUP, k_ring, v_ring, n, block_end - end, rules.GROUPS)
+        n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
         n, m_i, lead, l_i, acc = all_tiles(
-            q, q_empty, turns, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head,
-            of_queries,
+            q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head, of_queries
         )  # fmt: skip
-        n = skip_in_turn(turns, GROUP, k_ring, v_ring, n, begin - block_begin, rules.GROUPS)
+        n = skip(k_ring, v_ring, n, begin - block_begin)
 
         work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
         row_first = (work.tile * rules.GROUPS + GROUP) * ROWS

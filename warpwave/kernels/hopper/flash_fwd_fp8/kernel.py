@@ -4,15 +4,15 @@ A block is one producer warp and one to three consumer warpgroups of 64 queries 
 reads both operands along the summed axis, so a launch before writes V transposed (prepass/transpose_values.py).
 Probabilities are multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product
 with V covers more than 128 keys; its sum is added in float32 (products.py), where the factor of V also goes
-(factors.py). Warpgroups take turns at the tensor cores (turns.py).
+(factors.py).
 
     S = softmax_scale * q_descale * k_descale * (Q K^T), then softcap, ALiBi, mask
     out = softmax(S) (V * v_descale);   lse = log(sum(exp(S)))
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3.3.
 
-Bound: expected to be exponentials and instruction issue; not measured. The version before, which transposed V on chip
-and took no turns, was bound by latency: 0.76 to 0.95 of the speed of `flash_fwd` in 16 bits (docs/notes/hopper_fp8.md).
+Bound: none alone. A step takes as long as its products and the larger of exponentials and instruction issue together
+(docs/notes/hopper_fp8.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces, registe
 from warpwave.kernels.hopper.flash_fwd_fp8.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
 from warpwave.kernels.hopper.flash_fwd_fp8.producer import producer
-from warpwave.kernels.hopper.flash_fwd_fp8.turns import turns_init
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.kernels.prepass import transpose_values
@@ -109,8 +108,6 @@ def hopper_flash_fwd_fp8_kernel(
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    VALUES_FIRST: gl.constexpr,
-    TURNS: gl.constexpr,
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
     V_BLOCK: gl.constexpr,
@@ -136,7 +133,7 @@ def hopper_flash_fwd_fp8_kernel(
     out_maps = present(out_map, out_map_2, out_map_3)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, VALUES_FIRST, 1, 0, 0, True,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, True, 1, 0, 0, True,
     )  # fmt: skip
     # Aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through them.
     if not IS_VARLEN:
@@ -167,11 +164,6 @@ def hopper_flash_fwd_fp8_kernel(
     # Every allocated barrier must be used: see hopper/flash_fwd.
     q_full = barriers(GROUPS)
     q_empty = barriers(GROUPS)
-    turns = ()
-    if TURNS:
-        for _ in gl.static_range(GROUPS):
-            turns = turns + (barriers(2),)
-        turns_init(turns, GROUPS)
     words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     box = scheduler.Mailbox(words, barriers(2), barriers(2))
     ring_init(k_ring, GROUPS)
@@ -187,8 +179,7 @@ def hopper_flash_fwd_fp8_kernel(
     of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ())
     of_consumer = Consumer(
         out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
-        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, turns, k_ring, v_ring, box,
-        rules,
+        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize(
@@ -334,8 +325,6 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
-        "VALUES_FIRST": config.values_first,
-        "TURNS": config.turns,
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,
