@@ -153,7 +153,7 @@ RULES: tuple[Rule[Config], ...] = (
         "head_dim above 128",
         lambda c: c.width > 128,
         (Config(128, 64, 3, values_first=True), Config(128, 64, 2, values_first=True)),
-        "only the last wait for a chunk of V has no other work beside it",
+        "not measured; only the last wait for a chunk of V has no other work beside it",
     ),
     Rule(
         "head_dim up to 64, no mask by position, one factor for a head's keys, and blocks of 192 queries balance over "
