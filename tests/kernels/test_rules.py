@@ -14,7 +14,7 @@ import pytest
 from tests.test_dispatch import drawn_problem
 from warpwave import dispatch, explain
 from warpwave.gpu import ARCHS, INTERPRETER, Gpu
-from warpwave.kernels import flash_bwd, flash_fwd, three_kernel
+from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, three_kernel
 from warpwave.kernels.flash_bwd import config as flash_bwd_configs
 from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
@@ -25,6 +25,7 @@ from warpwave.kernels.hopper.flash_bwd import config as hopper_flash_bwd_configs
 from warpwave.kernels.hopper.flash_fwd import config as hopper_flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd_fp8 import config as flash_fwd_fp8_configs
 from warpwave.kernels.hopper.large_head_dim import config as hopper_large_head_dim_configs
+from warpwave.kernels.large_head_dim import choice as large_head_dim_choice
 from warpwave.kernels.rules import Rule, by_width, chooser, notes
 from warpwave.kernels.three_kernel import choice as three_kernel_choice
 from warpwave.problem import AttentionProblem
@@ -70,6 +71,7 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
         (*hopper_large_head_dim_configs.RULES, hopper_large_head_dim_configs.OF_COLUMNS),
         hopper_large_head_dim_configs.rows_of,
     ),
+    (large_head_dim, (*large_head_dim_choice.RULES, *large_head_dim_choice.LIGHTER), large_head_dim_choice.rows_of),
 )
 NAMES = [module.NAME for module, _, _ in TABLES]
 
