@@ -14,7 +14,7 @@ import pytest
 from tests.test_dispatch import drawn_problem
 from warpwave import dispatch, explain
 from warpwave.gpu import ARCHS, INTERPRETER, Gpu
-from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, three_kernel
+from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, split_kv, three_kernel
 from warpwave.kernels.flash_bwd import config as flash_bwd_configs
 from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
@@ -27,6 +27,7 @@ from warpwave.kernels.hopper.flash_fwd_fp8 import config as flash_fwd_fp8_config
 from warpwave.kernels.hopper.large_head_dim import config as hopper_large_head_dim_configs
 from warpwave.kernels.large_head_dim import choice as large_head_dim_choice
 from warpwave.kernels.rules import Rule, by_width, chooser, notes
+from warpwave.kernels.split_kv import choice as split_kv_choice
 from warpwave.kernels.three_kernel import choice as three_kernel_choice
 from warpwave.problem import AttentionProblem
 
@@ -72,6 +73,7 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
         hopper_large_head_dim_configs.rows_of,
     ),
     (large_head_dim, (*large_head_dim_choice.RULES, *large_head_dim_choice.LIGHTER), large_head_dim_choice.rows_of),
+    (split_kv, split_kv_choice.RULES, split_kv_choice.rows_of),
 )
 NAMES = [module.NAME for module, _, _ in TABLES]
 
