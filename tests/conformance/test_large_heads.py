@@ -192,7 +192,7 @@ def test_query_heads_of_a_group_share_tiles() -> None:
     case = replace(PLAIN, dims=(272, 264), lengths=(9, 33), heads=(6, 2), batch=2, alibi="batch", sinks=True)
     config = large_head_dim.Config(16, 16, 64, 1, 1, False, 4, 1)
     call = cases.build(replace(case, causal="bottom_right"), "normal", DEVICE)
-    assert large_head_dim._heads_together(call.problem) == 3
+    assert large_head_dim.heads_together(call.problem) == 3
     assert_gates("large_head_dim", call, config)
 
 

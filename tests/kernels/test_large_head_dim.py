@@ -9,9 +9,9 @@ import pytest
 
 from warpwave import cached_calls
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
-from warpwave.kernels.large_head_dim import claims
+from warpwave.kernels.large_head_dim import choice, claims
 from warpwave.kernels.large_head_dim import host as large_head_dim
-from warpwave.kernels.large_head_dim.host import Config, piece_of
+from warpwave.kernels.large_head_dim.config import Config, piece_of
 from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(
@@ -74,24 +74,24 @@ def test_splits_fill_the_gpu_once() -> None:
     """16 query heads of one kv head are one tile: each multiprocessor takes two shares of the keys, for two blocks lie
     beside one another, or one where shares would be many and short, and a batch that fills the GPU is not split. Of
     rows twice as wide it holds one."""
-    splits = {b: large_head_dim.configs(replace(DECODE, batch=b), H200)[0].num_splits for b in (1, 16, 64, 132, 264)}
+    splits = {b: choice.configs(replace(DECODE, batch=b), H200)[0].num_splits for b in (1, 16, 64, 132, 264)}
     assert splits == {1: 132, 16: 16, 64: 4, 132: 2, 264: 1}
     short = replace(DECODE, seqlen_k=4096)
-    splits = {b: large_head_dim.configs(replace(short, batch=b), H200)[0].num_splits for b in (1, 8, 16, 32, 64)}
+    splits = {b: choice.configs(replace(short, batch=b), H200)[0].num_splits for b in (1, 8, 16, 32, 64)}
     assert splits == {1: 32, 8: 16, 16: 8, 32: 8, 64: 4}
-    assert large_head_dim.configs(replace(DECODE, seqlen_k=16_384), H200)[0].num_splits == 67
+    assert choice.configs(replace(DECODE, seqlen_k=16_384), H200)[0].num_splits == 67
     wide = replace(DECODE, head_dim=1024, head_dim_v=1024)
-    assert large_head_dim.configs(replace(wide, batch=16), H200)[0].num_splits == 4, "512 columns of v a block"
-    assert large_head_dim.configs(replace(DECODE, seqlen_k=100), H200)[0].num_splits == 1
-    same = {large_head_dim.configs(replace(DECODE, batch=b, batch_invariant=True), H200)[0].num_splits for b in (1, 64)}
+    assert choice.configs(replace(wide, batch=16), H200)[0].num_splits == 4, "512 columns of v a block"
+    assert choice.configs(replace(DECODE, seqlen_k=100), H200)[0].num_splits == 1
+    same = {choice.configs(replace(DECODE, batch=b, batch_invariant=True), H200)[0].num_splits for b in (1, 64)}
     assert len(same) == 1
-    cost = large_head_dim.cost(DECODE, H200, large_head_dim.configs(DECODE, H200)[0])
+    cost = large_head_dim.cost(DECODE, H200, choice.configs(DECODE, H200)[0])
     assert cost.workspace_bytes == 132 * 16 * (512 + 2) * 4
     assert [part.blocks for part in cost.parts] == [132, 16]
 
 
 def test_a_step_of_decoding_reads_keys_once() -> None:
-    config = large_head_dim.configs(DECODE, H200)[0]
+    config = choice.configs(DECODE, H200)[0]
     cost = large_head_dim.cost(DECODE, H200, config)
     keys = 65_536 * (576 + 512) * 2
     assert keys <= cost.parts[0].read_bytes <= 1.001 * keys
@@ -134,8 +134,8 @@ def test_what_it_refuses() -> None:
 @pytest.mark.parametrize("change", [{}, {"head_dim": 1024, "head_dim_v": 1024}, {"seqlen_q": 1}, {"head_dim": 8192}])
 def test_the_default_fits_every_gpu(arch: str, dtype: str, change: dict[str, Any]) -> None:
     gpu, problem = Gpu.for_arch(arch), replace(PROBLEM, dtype=dtype, **change)
-    chosen, *others = large_head_dim.configs(problem, gpu)
-    assert chosen == large_head_dim._default(problem, gpu), "the default itself must fit"
+    chosen, *others = choice.configs(problem, gpu)
+    assert chosen == choice.of_table(problem, gpu), "the default itself must fit"
     assert chosen not in others and len(set(others)) == len(others)
     for config in (chosen, *others):
         assert large_head_dim.smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
@@ -153,10 +153,10 @@ def test_a_cached_call_takes_the_splits_it_is_given() -> None:
 
 def test_the_default_of_latents_is_of_latents_alone() -> None:
     """By maps where the widths are a latent's; its other default serves a v that is no part of k."""
-    config = large_head_dim.configs(DECODE, H200)[0]
-    assert config.by_map and not large_head_dim.configs(replace(DECODE, head_dim_v=576), H200)[0].by_map
-    assert not large_head_dim.configs(replace(DECODE, seqlen_q=2), H200)[0].by_map
+    config = choice.configs(DECODE, H200)[0]
+    assert config.by_map and not choice.configs(replace(DECODE, head_dim_v=576), H200)[0].by_map
+    assert not choice.configs(replace(DECODE, seqlen_q=2), H200)[0].by_map
     short = replace(DECODE, batch=16, seqlen_k=4096)
-    apart = large_head_dim._by_pointers(short, H200, large_head_dim.configs(short, H200)[0])
+    apart = large_head_dim._by_pointers(short, H200, choice.configs(short, H200)[0])
     assert not apart.by_map and apart.num_splits == 16
     assert large_head_dim._by_pointers(short, H200, replace(config, num_splits=3)).num_splits == 3

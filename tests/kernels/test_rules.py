@@ -14,16 +14,20 @@ import pytest
 from tests.test_dispatch import drawn_problem
 from warpwave import dispatch, explain
 from warpwave.gpu import ARCHS, INTERPRETER, Gpu
-from warpwave.kernels import flash_bwd, flash_fwd, three_kernel
+from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, split_kv, three_kernel
 from warpwave.kernels.flash_bwd import config as flash_bwd_configs
 from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.hopper.flash_bwd import config as hopper_flash_bwd_configs
 from warpwave.kernels.hopper.flash_fwd import config as hopper_flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd_fp8 import config as flash_fwd_fp8_configs
+from warpwave.kernels.hopper.large_head_dim import config as hopper_large_head_dim_configs
+from warpwave.kernels.large_head_dim import choice as large_head_dim_choice
 from warpwave.kernels.rules import Rule, by_width, chooser, notes
+from warpwave.kernels.split_kv import choice as split_kv_choice
 from warpwave.kernels.three_kernel import choice as three_kernel_choice
 from warpwave.problem import AttentionProblem
 
@@ -63,6 +67,13 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
     ),
     (flash_fwd_fp8, flash_fwd_fp8_configs.RULES, _only(flash_fwd_fp8_configs.rule_of)),
     (hopper_flash_bwd, hopper_flash_bwd_configs.RULES, _only(hopper_flash_bwd_configs.rule_of)),
+    (
+        hopper_large_head_dim,
+        (*hopper_large_head_dim_configs.RULES, hopper_large_head_dim_configs.OF_COLUMNS),
+        hopper_large_head_dim_configs.rows_of,
+    ),
+    (large_head_dim, (*large_head_dim_choice.RULES, *large_head_dim_choice.LIGHTER), large_head_dim_choice.rows_of),
+    (split_kv, split_kv_choice.RULES, split_kv_choice.rows_of),
 )
 NAMES = [module.NAME for module, _, _ in TABLES]
 

@@ -51,7 +51,7 @@ LARGE_HEADS = [
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 32", "FAIL",
     ),
     Mutant(
-        "heads that see different keys share tiles", "kernels/large_head_dim/host.py",
+        "heads that see different keys share tiles", "kernels/large_head_dim/config.py",
         "if shape is not None and shape[1] > 1:", "if shape is not None and shape[1] > 10**6:",
         "test_large_heads.py::test_a_mask_of_its_own_keeps_a_head_to_itself", "", "bits(",
     ),

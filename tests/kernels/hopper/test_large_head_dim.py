@@ -17,6 +17,7 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave import UnsupportedProblem, attention
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu
+from warpwave.kernels.hopper.large_head_dim import config as large_head_dim_configs
 from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -130,10 +131,10 @@ def test_the_protocol_on_a_cpu(features: str, config: str) -> None:
     """The source of the roles, with every chunk, message and barrier where the kernel has it."""
     call = cases.build(replace(WIDE, **CALLS[features]), "normal", torch.device("cpu"))
     chosen = CONFIGS[config]
-    if call.problem.head_dim_v > large_head_dim.MAX_COLUMNS:
+    if call.problem.head_dim_v > large_head_dim_configs.MAX_COLUMNS:
         chosen = replace(chosen, v_parts=2)
     chosen = replace(chosen, num_stages=7 if features == "wide values" else 8)
-    if reason := large_head_dim._cannot(call.problem, chosen):
+    if reason := large_head_dim_configs.cannot(call.problem, chosen):
         assert chosen.scores_ahead, reason
         return
     out, lse = on_cpu(call.problem, call.operands, chosen)
@@ -188,9 +189,9 @@ def test_says_why_not(change: dict[str, Any], gpu: Gpu, word: str) -> None:
 def test_every_width_has_configs_that_fit(dims: tuple[int, int]) -> None:
     problem = replace(PROBLEM, head_dim=dims[0], head_dim_v=dims[1])
     assert large_head_dim.why_not(problem, H200) == []
-    for config in large_head_dim.configs(problem, H200):
+    for config in large_head_dim_configs.configs(problem, H200):
         assert large_head_dim.smem_bytes(problem, H200, config) <= H200.smem_per_block_bytes
-        assert large_head_dim._v_chunks(problem, config.v_parts) * 128 <= large_head_dim.MAX_COLUMNS
+        assert large_head_dim_configs.v_chunks_of(problem, config.v_parts) * 128 <= large_head_dim_configs.MAX_COLUMNS
 
 
 @pytest.mark.parametrize("changes", [{"v_parts": 0}, {"num_stages": 1}, {"num_stages": 13}], ids=str)
@@ -229,9 +230,9 @@ def test_every_width_on_a_gpu(width: int, config: str) -> None:
     case = replace(WIDE, dims=(width, width), lengths=(1100, 1203), heads=(4, 2), causal="bottom_right")
     for dtype in ("bfloat16", "float16"):
         call = cases.build(replace(case, dtype=dtype), "sharp", torch.device("cuda"))
-        default = large_head_dim.configs(call.problem, H200)[0]
+        default = large_head_dim_configs.configs(call.problem, H200)[0]
         chosen = replace(default, scores_ahead=CONFIGS[config].scores_ahead)
-        if chosen.scores_ahead and large_head_dim._cannot(call.problem, chosen):
+        if chosen.scores_ahead and large_head_dim_configs.cannot(call.problem, chosen):
             return
         out, lse = harness.run("hopper/large_head_dim", call, chosen)
         verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)

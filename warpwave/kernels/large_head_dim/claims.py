@@ -5,7 +5,8 @@ from __future__ import annotations
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
-from warpwave.kernels.large_head_dim.host import column_parts, configs
+from warpwave.kernels.large_head_dim.choice import configs
+from warpwave.kernels.large_head_dim.config import column_parts
 from warpwave.kernels.three_kernel import estimates as wide_heads
 from warpwave.problem import AttentionProblem
 

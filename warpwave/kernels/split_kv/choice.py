@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import padded
+from warpwave.kernels.rules import NOT_MEASURED, Rule
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.config import (
     Config,
@@ -43,7 +47,7 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the first of `configs`, of a problem that has one, without listing the others."""
-    tiling = _default(problem, gpu)
+    tiling = _decided(problem, gpu)[0].config
     while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
         tiling = _smaller(tiling)
     return _shallow(problem, gpu, with_splits(problem, gpu, tiling))
@@ -99,155 +103,158 @@ def _tilings() -> list[Config]:
     ]
 
 
-@by_kind
-def _of_rows(problem: AttentionProblem, gpu: Gpu, block_m: int) -> Config:
-    """Returns the part of `_default` that does not depend on lengths, for tiles of `block_m` rows."""
-    wide = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    bucket = 0 if wide <= 64 else 1 if wide <= 128 else 2
-    masked = problem.mask_shape is not None or problem.bias_shape is not None
-    if problem.dtype == "float32":
-        config = Config(min(block_m, 32), (32, 16, 16)[bucket], 4, (2, 2, 1)[bucket])
-    elif block_m == 64:
-        # A chunk of a prompt batched with decoding sequences took 182 to 207 us with 64 x 64, 215 and more with 64 x
-        # 32, and 200 with 128 x 64 on eight warps, whose single block per SM waits for its loads.
-        roomy = gpu.vendor == "nvidia" and gpu.capability in (90, 100, 103)  # products leave registers free there
-        config = Config(64, (64, 64 if roomy else 32, 32)[bucket], 4, 3 if roomy and bucket < 2 else 2)
-    else:
-        # Of 15 tilings none was faster by more than 3 %.
-        config = Config(block_m, (64, 64, 32)[bucket], 4, 3)
-    if gpu.vendor == "amd":
-        config = changed(config, num_stages=min(2, config.num_stages))
-        if gpu.arch.startswith("gfx1"):
-            config = changed(config, block_m=min(block_m, 32), block_n=(32, 32, 16)[bucket], num_stages=1)
-    if masked:
-        config = changed(config, block_m=min(config.block_m, (64, 64, 32)[bucket]))
-        config = changed(config, block_n=max(16, config.block_n // 2), num_stages=min(2, config.num_stages))
-    return config
-
-
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Returns the tiling: the fastest on an H200 that fits registers without spills (tests/compile)."""
-    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
-    if problem.batch_invariant and problem.packed:
-        rows = 64  # the longest sequence depends on the rest of the batch
-    config = _of_rows(problem, gpu, 16 if rows <= 16 else 32 if rows <= 32 else 64)
-    if gpu.vendor == "nvidia" and gpu.capability == 90:  # measured on Hopper only
-        config = _short_cache(problem, gpu, _short_prompt(problem, gpu, _mapped(problem, gpu, config)))
-    ahead = may_be_launched_ahead(gpu) and _gains_ahead(problem, gpu, config)
-    return changed(config, launched_ahead=ahead)
-
-
-def _gains_ahead(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Returns whether starting ahead of the preceding launch's end was measured to be faster.
-
-    It gained 4 to 6 % in decode from a cold cache, one seventh in a small prefill, and 1 to 8 % from pages. It cost 1 %
-    in a chunk batched with decode from pages. It cost 26 % at 32 x 3,000 keys in pages of 16, where all blocks run at
-    once without a merge between launches: blocks go where the preceding blocks ended first, three to one SM and one to
-    another.
-    """
-    if not problem.page_size:
-        return True
-    if config.block_m >= 64:
-        return False
-    blocks, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
-    uneven = sms < blocks <= sms * blocks_per_sm(problem, gpu, config)
-    return config.by_map or not uneven or with_splits(problem, gpu, config).num_splits > 1
-
-
-def _short_cache(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """Splits a short cache in pages of less than 128 into one step of 32 keys each, loaded by pointers, if all blocks
-    run at once.
-
-    1 x 1,024 keys in pages of 64 took 4.4 us this way, 5.0 with 64 keys and 5.7 by maps; in pages of 16 4.7 to 5.1, 5.1
-    and 6.3.
-    """
-    if config.roles or config.block_m != 16 or not 0 < problem.page_size < 128:
-        return config
-    tile = changed(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
-    shares = blocks_with_rows(problem, tile) * -(-problem.seqlen_k // 32)
-    measured = (
-        problem.dtype != "float32"
-        and 128 < padded(problem.head_dim) + padded(problem.head_dim_v) <= 256
-        and problem.mask_shape is None
-        and problem.bias_shape is None
-        and not problem.batch_invariant
-        and not problem.packed
-        and shares <= 2 * (gpu.num_sms or UNKNOWN_SMS)
-    )
-    if not measured:
-        return config
-    split = with_splits(problem, gpu, tile)
-    return tile if one_step(problem, split) else config
-
+# What the tables read -------------------------------------------------------------------------------------------------
 
 SHORT = 128  # keys of one step
-
-
-def _short_prompt(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """Processes all keys of a dense prompt in one step if tiles of 16 rows all run at once; else makes the step no
-    longer than the prompt.
-
-    For calls of 2 to 3 us: one head of 128 queries took 2.37 us this way and 2.72 with 64 x 64 in two steps, 16 heads
-    2.73 and 2.84; one head of 32 1.48 with 16 x 32 and 1.71 with 16 x 64, of 4 1.24 with 16 x 16. If tiles of 16 rows
-    do not all run at once, one step for 65 to 128 keys gains 2 % (32 heads: 64 x 128 2.86, 64 x 64 2.92), too little
-    for a rule.
-    """
-    measured = (
-        (config.block_m == 64 or problem.seqlen_q == problem.seqlen_k)
-        and problem.seqlen_k <= SHORT
-        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64
-        and problem.dtype != "float32"
-        and problem.mask_shape is None
-        and problem.bias_shape is None
-        and not (problem.page_size or problem.packed or problem.batch_invariant)
-    )
-    if not measured:
-        return config
-    block_n = max(16, 1 << (max(1, problem.seqlen_k) - 1).bit_length())
-    whole = changed(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False, kv_heads=1)
-    narrow = changed(whole, block_m=16)
-    if blocks_with_rows(problem, narrow) <= (gpu.num_sms or UNKNOWN_SMS):
-        return narrow
-    return whole if block_n <= config.block_n else config
-
-
 FULL = 0.9  # fraction of the SMs that have a block, in one wave
 FEW_KEYS = 60  # keys for each of two blocks per SM: fewer are bound by latency
 MOSTLY_EDGES = 2048  # keys that a tile of rows sees through a window
 
 
-def _mapped(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """Returns the tiling with tensor maps, or the config unchanged if they cannot be used or were not measured to be
-    faster.
+class Tile(NamedTuple):
+    """The tiling of a kind of calls, on four warps."""
 
-    On an H200 one block per SM with two tiles of 128 keys in flight read 64 x 8,192 keys in 477 us, three blocks of 64
-    keys in 487, and 16 x 4,096 in 63.6 and 64.2. If few tiles are split over all SMs, smaller blocks of two warps were
-    faster: 1 x 4,096 keys 6.6 us against 7.8, 4 x 4,096 20.0 against 21.3, 1 x 65,536 65.4 against 66.2.
-    """
-    wide = padded(problem.head_dim) + padded(problem.head_dim_v)
-    if config.block_m == 64:  # dense prompts were not compared; a chunk with decode: 185 us by pointers, 138 by maps
-        mapped = changed(config, num_stages=3, by_map=True)
-        return mapped if problem.page_size and wide <= 256 and may_map(problem, gpu, mapped) else config
-    block_n = 128 if wide <= 256 else 64
-    sms, tiles_of_rows = gpu.num_sms or UNKNOWN_SMS, blocks_with_rows(problem, config)
-    if problem.page_size:
-        block_n = min(block_n, problem.page_size)
-    keys = longest_steps(problem, config) * config.block_n
-    roles = few_rows.tiling(problem, gpu, tiles_of_rows, keys)
-    if roles is not None:
-        return _with_roles(*roles)
-    if block_n < 64:
-        return config
-    if problem.window_size[0] >= 0 and keys < MOSTLY_EDGES:  # edge tiles, which maps cannot load
-        return config
-    few = tiles_of_rows <= FEW * sms or (_leaves_sms_idle(tiles_of_rows, sms) and 128 < wide)
-    few = few and tiles_of_rows * keys >= 2 * sms * FEW_KEYS
-    if few and wide <= 256 and not problem.batch_invariant:  # wider rows do not fit two warps' registers
-        stages, block_n, warps = 3, min(block_n, 64), 2
-    else:
-        stages, warps = (3 if block_n * wide > 64 * 256 else 4), config.num_warps
-    mapped = changed(config, block_n=block_n, num_warps=warps, num_stages=stages, by_map=True)
-    return mapped if may_map(problem, gpu, mapped) else config
+    most_m: int
+    block_n: int
+    num_stages: int
+
+
+class Kind:
+    """The properties that calls of one kind share, for tiles of `block_m` rows, and the rows that may hold for them."""
+
+    def __init__(self, problem: AttentionProblem, gpu: Gpu, block_m: int) -> None:
+        widths = padded(problem.head_dim), padded(problem.head_dim_v)
+        self.widest, self.wide, self.block_m = max(widths), sum(widths), block_m
+        self.bucket = 0 if self.widest <= 64 else 1 if self.widest <= 128 else 2
+        self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+        self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
+        self.is_rdna, self.is_hopper = gpu.arch.startswith("gfx1"), gpu.vendor == "nvidia" and gpu.capability == 90
+        # Products of 64 rows leave registers free there.
+        self.is_roomy = gpu.vendor == "nvidia" and gpu.capability in (90, 100, 103)
+        self.may_be_ahead, self.page_size = may_be_launched_ahead(gpu), problem.page_size
+        self.has_left_window, self.is_invariant = problem.window_size[0] >= 0, problem.batch_invariant
+        first: Rule[Tile] = rules.deciding(TILES, self)
+        changes: list[Rule[Change]] = [rule for rule in RULES_OF_TILES if rule.holds(self)]
+        most_m, block_n, stages = first.choices[0]
+        self.tile = rules.changed(Config(min(block_m, most_m), block_n, 4, stages), changes, self)
+        self.tile_rows: list[Rule[Any]] = [first, *changes]
+        self.has_64_rows = self.tile.block_m == 64
+        plain = self.is_hopper and not (self.is_float32 or self.is_masked or self.is_invariant or problem.packed)
+        self.may_be_prompt = plain and self.widest <= 64 and not self.page_size
+        self.may_be_short = plain and self.tile.block_m == 16 and 0 < self.page_size < 128 and 128 < self.wide <= 256
+        self.may_have_roles = self.is_hopper and not self.has_64_rows and self.wide <= 256
+        self.block_n = 128 if self.wide <= 256 else 64
+        if self.page_size:
+            self.block_n = min(self.block_n, self.page_size)
+        self.may_map = self.is_hopper and self._may_map(problem, gpu)
+        call = Call(problem, gpu, self)
+        self.maps, self.shorter, self.ahead = (rules.undecided(rows, call) for rows in (MAPS, SHORTER, AHEAD))
+
+    def _may_map(self, problem: AttentionProblem, gpu: Gpu) -> bool:
+        """Returns whether maps can load the tiles, and were measured."""
+        if self.has_64_rows:  # dense prompts were not compared
+            return self.page_size > 0 and self.wide <= 256 and may_map(problem, gpu, self.tile)
+        return self.block_n >= 64 and may_map(problem, gpu, changed(self.tile, block_n=self.block_n))
+
+
+class Call:
+    """The properties of a call that the rows read: those of its kind, and sizes, which are None for a kind."""
+
+    def __init__(self, problem: AttentionProblem, gpu: Gpu, kind: Kind) -> None:
+        self.problem, self.gpu, self.kind, self.config = problem, gpu, kind, kind.tile
+        self.sms = gpu.num_sms or UNKNOWN_SMS
+        self.seqlen_k: Any = vars(problem)["seqlen_k"]
+        # A row that computes with None raises TypeError, so it is evaluated for each call.
+        self.tiles: Any = None  # tiles of rows
+        self.keys: Any = None  # of the tile of rows that sees most
+        self.roles: Any = None  # the tiling of the launch for few rows
+        if self.seqlen_k is None:
+            return
+        self.tiles = blocks_with_rows(problem, kind.tile)
+        if kind.is_hopper and not kind.has_64_rows:
+            self.keys = longest_steps(problem, kind.tile) * kind.tile.block_n
+            if kind.may_have_roles:
+                self.roles = few_rows.tiling(problem, gpu, self.tiles, self.keys)
+
+
+# The tables -----------------------------------------------------------------------------------------------------------
+
+Change = Callable[[Config, Any], Config]
+ROLES = "2026-11-22-h200-split-kv-roles.log"
+MAPPED = "2026-11-21-h200-split-kv-tensor-maps.log"
+TURNS = "2026-11-22-h200-split-kv-turns.log"
+SWEEP = "2026-11-21-h200-split-kv-sweep.log"
+LOG = "serving.md"
+
+
+def _kept(config: Config, call: Any) -> Config:
+    return config
+
+
+# The figures are times on an H200.
+TILES: tuple[Rule[Tile], ...] = (
+    *rules.by_width(
+        "float32", lambda c: c.is_float32, (Tile(32, 32, 2), Tile(32, 16, 2), Tile(32, 16, 1)), NOT_MEASURED
+    ),
+    *rules.by_width(
+        "more than 32 rows, NVIDIA with wgmma or tcgen05",
+        lambda c: c.block_m == 64 and c.is_roomy,
+        (Tile(64, 64, 3), Tile(64, 64, 3), Tile(64, 32, 2)),
+        "a chunk of a prompt beside decode took 182 to 207 us with 64 keys a step, at least 215 with 32, and 200 with "
+        "128 rows on eight warps",
+        LOG,
+    ),
+    *rules.by_width(
+        "more than 32 rows",
+        lambda c: c.block_m == 64,
+        (Tile(64, 64, 2), Tile(64, 32, 2), Tile(64, 32, 2)),
+        NOT_MEASURED,
+    ),
+    *rules.by_width(
+        "at most 32 rows",
+        lambda c: True,
+        (Tile(32, 64, 3), Tile(32, 64, 3), Tile(32, 32, 3)),
+        "of 15 tilings none was faster by more than 3 %",
+        SWEEP,
+    ),
+)
+RULES_OF_TILES: tuple[Rule[Change], ...] = (
+    Rule(
+        "AMD: at most two stages",
+        lambda c: c.is_amd,
+        (lambda config, _: replace(config, num_stages=min(2, config.num_stages)),),
+        NOT_MEASURED,
+    ),
+    Rule(
+        "AMD RDNA: at most 32 rows and keys, one stage",
+        lambda c: c.is_rdna,
+        (lambda config, c: replace(config, block_m=min(c.block_m, 32), block_n=(32, 32, 16)[c.bucket], num_stages=1),),
+        NOT_MEASURED,
+    ),
+    Rule(
+        "a mask or bias: half of the keys, at most two stages",
+        lambda c: c.is_masked,
+        (
+            lambda config, c: replace(
+                config,
+                block_m=min(config.block_m, (64, 64, 32)[c.bucket]),
+                block_n=max(16, config.block_n // 2),
+                num_stages=min(2, config.num_stages),
+            ),
+        ),
+        NOT_MEASURED,
+    ),
+)
+
+
+def _by_few_warps(config: Config, call: Call) -> Config:
+    return changed(config, block_n=min(call.kind.block_n, 64), num_warps=2, num_stages=3, by_map=True)
+
+
+def _by_map(config: Config, call: Call) -> Config:
+    kind = call.kind
+    stages = 3 if kind.block_n * kind.wide > 64 * 256 else 4
+    return changed(config, block_n=kind.block_n, num_stages=stages, by_map=True)
 
 
 @lru_cache(4096)
@@ -265,3 +272,204 @@ def _leaves_sms_idle(tiles_of_rows: int, sms: int) -> bool:
     if tiles_of_rows > sms:
         return tiles_of_rows <= 1.5 * sms
     return all(tiles_of_rows * n < FULL * sms for n in range(1, sms // tiles_of_rows + 1))
+
+
+def _suits_few_warps(c: Call) -> bool:
+    """Returns whether few tiles are split over all SMs, and each of two blocks per SM has enough keys. Rows wider than
+    128 columns do not fit two warps' registers."""
+    if c.kind.wide > 256 or c.kind.is_invariant:
+        return False
+    few = c.tiles <= FEW * c.sms or (_leaves_sms_idle(c.tiles, c.sms) and 128 < c.kind.wide)
+    return few and c.tiles * c.keys >= 2 * c.sms * FEW_KEYS
+
+
+# How keys are loaded.
+MAPS: tuple[Rule[Change], ...] = (
+    Rule(
+        "Hopper, a chunk of a prompt from pages, 16 bits, head_dim up to 128, no mask or bias: tensor maps",
+        lambda c: c.kind.has_64_rows and c.kind.may_map,
+        (lambda config, _: changed(config, num_stages=3, by_map=True),),
+        "a chunk beside decode takes 138 us, and 185 by pointers",
+        LOG,
+    ),
+    Rule("by pointers", lambda c: not c.kind.is_hopper or c.kind.has_64_rows, (_kept,), "not measured"),
+    Rule(
+        "Hopper, 16 bits, at most 16 rows, no mask or bias, pages of 16 or 32 or a block for each tile of rows: warp-"
+        "specialized blocks",
+        lambda c: c.kind.may_have_roles and c.keys >= 0 and c.roles is not None,
+        (lambda _, c: _with_roles(*c.roles),),
+        "pages of 16: 4 x 4,096 keys 20.7 us, and 21.8 by pointers, 20 x 1,024 22.3 and 30.1; contiguous keys: 32 x "
+        "3,000 89.6 and 91.4",
+        ROLES,
+    ),
+    Rule("keys that maps cannot load", lambda c: not c.kind.may_map, (_kept,), "not measured"),
+    Rule(
+        "a window that shows mostly tiles at its edges",
+        lambda c: c.kind.has_left_window and c.keys < MOSTLY_EDGES,
+        (_kept,),
+        "not measured; maps cannot load these tiles",
+    ),
+    Rule(
+        "Hopper, 16 bits, few tiles of rows, head_dim up to 128: tensor maps and blocks of two warps",
+        _suits_few_warps,
+        (_by_few_warps,),
+        "1 x 4,096 keys 6.6 us, and 7.8 with one block per SM; 4 x 4,096 20.0 and 21.3; 1 x 65,536 65.4 and 66.2",
+        LOG,
+    ),
+    Rule(
+        "Hopper, 16 bits: tensor maps and one block per SM",
+        lambda c: True,
+        (_by_map,),
+        "64 x 8,192 keys 477 us, and 487 by pointers with three blocks per SM; 16 x 4,096 63.6 and 64.2",
+        MAPPED,
+    ),
+)
+
+
+def _whole(config: Config, call: Call) -> Config:
+    """Returns the tiling of all keys of a prompt in one step."""
+    block_n = max(16, 1 << (max(1, call.seqlen_k) - 1).bit_length())
+    return changed(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False, kv_heads=1)
+
+
+def _narrow(config: Config, call: Call) -> Config:
+    return changed(_whole(config, call), block_m=16)
+
+
+def _of_32_keys(config: Config, call: Call) -> Config:
+    return changed(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
+
+
+def _is_short_prompt(c: Call) -> bool:
+    is_prompt = c.kind.may_be_prompt and (c.kind.has_64_rows or c.problem.seqlen_q == c.seqlen_k)
+    return is_prompt and c.seqlen_k <= SHORT
+
+
+def _is_short_cache(c: Call) -> bool:
+    """Returns whether all blocks run at once with one step of 32 keys each."""
+    if not c.kind.may_be_short or c.config.roles or c.tiles * -(-c.seqlen_k // 32) > 2 * c.sms:
+        return False
+    return one_step(c.problem, with_splits(c.problem, c.gpu, _of_32_keys(c.config, c)))
+
+
+# One step for all keys of a split.
+SHORTER: tuple[Rule[Change], ...] = (
+    Rule(
+        "Hopper, a dense prompt of at most 128 keys, 16 bits, head_dim up to 64, tiles of 16 rows run at once: one",
+        lambda c: _is_short_prompt(c) and blocks_with_rows(c.problem, _narrow(c.config, c)) <= c.sms,
+        (_narrow,),
+        "one head of 128 queries 2.37 us, and 2.72 with 64 rows in two steps; 16 heads 2.73 and 2.84",
+        LOG,
+    ),
+    Rule(
+        "Hopper, a dense prompt shorter than a tile of keys, 16 bits, head_dim up to 64: a step of its length",
+        lambda c: _is_short_prompt(c) and _whole(c.config, c).block_n <= c.config.block_n,
+        (_whole,),
+        "one head of 32 queries 1.48 us, and 1.71 with 64 keys a step",
+        ROLES,
+    ),
+    Rule(
+        "Hopper, a short cache in pages of less than 128, 16 bits, head_dim 65 to 128: one step of 32 keys by pointers",
+        _is_short_cache,
+        (_of_32_keys,),
+        "1 x 1,024 keys in pages of 64 4.4 us, 5.0 with 64 keys and 5.7 by maps; pages of 16 4.7, 5.1 and 6.3",
+        LOG,
+    ),
+    Rule("longer prompts and caches", lambda c: True, (_kept,), "not measured"),
+)
+
+
+def _is_uneven(c: Call) -> bool:
+    """Returns whether all blocks run at once, some SMs get two, and no merge follows."""
+    if c.config.by_map or c.tiles <= c.sms or c.tiles > c.sms * blocks_per_sm(c.problem, c.gpu, c.config):
+        return False
+    return with_splits(c.problem, c.gpu, c.config).num_splits == 1
+
+
+def _ahead(config: Config, call: Call) -> Config:
+    return changed(config, launched_ahead=True)
+
+
+def _not_ahead(config: Config, call: Call) -> Config:
+    return config
+
+
+# Whether the launch starts before the preceding one has ended.
+AHEAD: tuple[Rule[Change], ...] = (
+    Rule(
+        "a GPU without programmatic dependent launch",
+        lambda c: not c.kind.may_be_ahead,
+        (_not_ahead,),
+        "not measured; the launch starts when the preceding one has ended",
+    ),
+    Rule(
+        "contiguous keys: launched ahead",
+        lambda c: not c.kind.page_size,
+        (_ahead,),
+        "4 to 6 % in decode from a cold cache, one seventh in a small prefill",
+        LOG,
+    ),
+    Rule(
+        "a chunk from pages: not launched ahead",
+        lambda c: c.kind.has_64_rows,
+        (_not_ahead,),
+        "not measured in a kept record; ahead took 1 % more",
+    ),
+    Rule(
+        "pages by pointers, blocks that run at once and uneven without a merge: not launched ahead",
+        _is_uneven,
+        (_not_ahead,),
+        "ahead takes 26 % more at 32 x 3,000 keys in pages of 16: blocks go where the preceding ones ended first",
+        TURNS,
+    ),
+    Rule("pages: launched ahead", lambda c: True, (_ahead,), "1 to 8 %", LOG),
+)
+SHALLOW: Rule[Change] = Rule(
+    "Hopper, splits of one step, or of at most four from small pages by pointers: two stages",
+    lambda c: _is_shallow(c),
+    (lambda config, c: _shallow(c.problem, c.gpu, config),),
+    "1 x 1,024 keys 3.92 us, and 4.07 with three stages; a prompt of 512 3.97 and 4.09; 1 x 8,192 keys in pages of 16 "
+    "11.2 and 12.5",
+    LOG,
+)
+TABLES = (TILES, RULES_OF_TILES, MAPS, SHORTER, AHEAD, (SHALLOW,))
+RULES = tuple(rule for table in TABLES for rule in table if _kept not in rule.choices)
+_kind = by_kind(Kind)
+
+
+def _decided(problem: AttentionProblem, gpu: Gpu) -> tuple[Call, list[Rule[Any]]]:
+    """Returns the call with the tiling of the tables, and the rows that chose it: the fastest on an H200 that fits
+    registers without spills (tests/compile)."""
+    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    if problem.batch_invariant and problem.packed:
+        rows = 64  # the longest sequence depends on the rest of the batch
+    kind = _kind(problem, gpu, 16 if rows <= 16 else 32 if rows <= 32 else 64)
+    call, decided = Call(problem, gpu, kind), list(kind.tile_rows)
+    for table in (kind.maps, kind.shorter, kind.ahead):
+        for rule in table:  # as rules.deciding, with fewer calls at a new length
+            if rule is table[-1] or rule.holds(call):
+                break
+        if rule.choices[0] is not _kept:
+            call.config = rule.choices[0](call.config, call)
+            decided.append(rule)
+    return call, decided
+
+
+def _is_shallow(call: Call) -> bool:
+    """Returns whether the default has fewer stages than the tiling, although this fits shared memory."""
+    fits = smem_bytes(call.problem, call.gpu, call.config) <= call.gpu.smem_per_block_bytes
+    return fits and default(call.problem, call.gpu).num_stages < call.config.num_stages
+
+
+def rows_of(problem: AttentionProblem, gpu: Gpu) -> list[Rule[Any]]:
+    """Returns the rows that choose the default config: of the tile, how keys are loaded, the start, and the stages."""
+    call, decided = _decided(problem, gpu)
+    return [*decided, SHALLOW] if SHALLOW.holds(call) else decided
+
+
+def rows_said(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
+    """Returns what `explain` prints about the rows: all but the number of splits, which is in closed form."""
+    call, chosen = _decided(problem, gpu)[0], default(problem, gpu)
+    of_tile = [vars(c) | {"num_splits": 0, "pieces": 0} for c in (config, chosen)]
+    fits = smem_bytes(problem, gpu, call.config) <= gpu.smem_per_block_bytes
+    return rules.notes(rows_of(problem, gpu), of_tile[0] == of_tile[1], fits)

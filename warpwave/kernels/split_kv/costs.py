@@ -9,6 +9,7 @@ from warpwave.kernels import partials
 from warpwave.kernels.arguments import dot_precision, padded
 from warpwave.kernels.cost import PARTS, Cost, bytes_per_score, conversions, launch_order, merging, waits_for_memory
 from warpwave.kernels.split_kv import few_rows_host as few_rows
+from warpwave.kernels.split_kv.choice import rows_said
 from warpwave.kernels.split_kv.config import (
     Config,
     columns,
@@ -119,14 +120,15 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Returns why the config splits the keys as it does, for `explain`."""
+    """Returns the rows that chose the config, and why it splits the keys as it does, for `explain`."""
     pieces = ""
     if config.pieces:
         pieces = (
             f" in whole pieces, at most {config.pieces}, which depend only on the keys, so that a sequence's "
             "bits do not depend on the batch"
         )
-    chosen = choose_splits(problem, gpu, config)
+    rows, chosen = rows_said(problem, gpu, config), choose_splits(problem, gpu, config)
     if chosen.num_splits == config.num_splits:
-        return [f"num_splits = {config.num_splits}{pieces}: {chosen.reason}"]
-    return [f"num_splits = {config.num_splits}{pieces}, as given; {chosen.num_splits} by default: {chosen.reason}"]
+        return [*rows, f"num_splits = {config.num_splits}{pieces}: {chosen.reason}"]
+    given = f"num_splits = {config.num_splits}{pieces}, as given"
+    return [*rows, f"{given}; {chosen.num_splits} by default: {chosen.reason}"]

@@ -3,16 +3,14 @@
 Bound: K and V from L2, then shared memory (kernel.py).
 """
 
+from warpwave.kernels.hopper.large_head_dim.config import Config, configs, default, notes, smem_bytes
 from warpwave.kernels.hopper.large_head_dim.kernel import (
     MEANT_FROM,
     NAME,
     NEEDS_GPU,
-    Config,
     bind,
-    configs,
     cost,
     outrun,
-    smem_bytes,
     specify,
     why_not,
 )
@@ -25,6 +23,8 @@ __all__ = [
     "bind",
     "configs",
     "cost",
+    "default",
+    "notes",
     "outrun",
     "smem_bytes",
     "specify",

@@ -16,8 +16,6 @@ docs/notes/hopper_large_head_dim.md lists what was tried.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from warpwave.errors import UnsupportedProblem
@@ -26,6 +24,17 @@ from warpwave.kernels import arguments, reasons
 from warpwave.kernels.cost import Cost, line_bytes, walk
 from warpwave.kernels.hopper import host, scheduler
 from warpwave.kernels.hopper.large_head_dim import roles
+from warpwave.kernels.hopper.large_head_dim.config import (
+    BLOCK_M,
+    BLOCK_N,
+    CHUNK,
+    Config,
+    cannot,
+    chunks_of,
+    smem_bytes,
+    v_chunks_of,
+    v_stages_of,
+)
 from warpwave.kernels.hopper.parts import barriers
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
@@ -36,28 +45,6 @@ NAME = "hopper/large_head_dim"
 NEEDS_GPU = True
 MAX_HEAD_DIM = 768  # Q stays in shared memory together with a ring of seven chunks
 MAX_HEAD_DIM_V = 2048
-
-
-@dataclass(frozen=True)
-class Config:
-    """How blocks divide the columns of V, and how many chunks are in flight.
-
-    Args:
-        v_parts: number of blocks that divide the columns of V for one tile of queries; each computes all its scores.
-            At most 640 columns per block.
-        num_stages: chunks of K and V in flight, 64 keys x 128 columns each: 2 to 12.
-        scores_ahead: whether the scores of the next tile of keys are multiplied during the softmax or after it.
-    """
-
-    v_parts: int
-    num_stages: int
-    scores_ahead: bool = False
-
-    def __post_init__(self) -> None:
-        if self.v_parts < 1:
-            raise ValueError(f"v_parts is {self.v_parts}; it must be at least 1")
-        if not 2 <= self.num_stages <= MAX_STAGES:
-            raise ValueError(f"num_stages is {self.num_stages}; it must be 2 to {MAX_STAGES}")
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -208,12 +195,6 @@ def hopper_large_head_dim_kernel(
 
 # Host -----------------------------------------------------------------------------------------------------------------
 
-BLOCK_M = 64
-BLOCK_N = 64
-CHUNK = 128  # columns
-MAX_STAGES = 12
-MAX_COLUMNS = 640  # of V per block: 160 registers a thread of the two warpgroups
-
 
 def bind(
     problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None
@@ -249,7 +230,7 @@ def specify(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, out: torch.Tensor, lse: torch.Tensor | None, config: Config
 ) -> launch.Launch:
     """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled."""
-    if reason := _cannot(problem, config):
+    if reason := cannot(problem, config):
         raise UnsupportedProblem(
             f"{config} cannot run {problem.describe()}",
             {NAME: [reason]},
@@ -290,12 +271,12 @@ def _scalars(problem: AttentionProblem, operands: Operands, config: Config, tile
 def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | bool]:
     """Returns the compile-time arguments of the kernel, by name, in its order."""
     features = arguments.feature_constants(problem)
-    v_chunks = _v_chunks(problem, config.v_parts)
-    v_stages = _v_stages(problem, config.v_parts)
+    v_chunks = v_chunks_of(problem, config.v_parts)
+    v_stages = v_stages_of(problem, config.v_parts)
     return {
         "K_STAGES": config.num_stages - 2 * v_stages,
         "V_STAGES": v_stages,
-        "K_CHUNKS": _chunks(problem.head_dim),
+        "K_CHUNKS": chunks_of(problem.head_dim),
         "K_LAST": 64 if 0 < problem.head_dim % CHUNK <= 64 else CHUNK,
         "V_CHUNKS": v_chunks,
         "PARTS": config.v_parts,
@@ -311,36 +292,8 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
     }
 
 
-def _chunks(width: int) -> int:
-    return -(-width // CHUNK)
-
-
-def _v_chunks(problem: AttentionProblem, v_parts: int) -> int:
-    """Returns the chunks of V's columns in one part; the last part may have fewer chunks that hold data."""
-    return -(-_chunks(problem.head_dim_v) // v_parts)
-
-
-def _v_stages(problem: AttentionProblem, v_parts: int) -> int:
-    """Returns the stages of a ring of V: the chunks of a tile, all of which its reader awaits before it hands any
-    back."""
-    return max(2, -(-_v_chunks(problem, v_parts) // 2))
-
-
-def _cannot(problem: AttentionProblem, config: Config) -> str:
-    """Returns why a config cannot run a problem, or ""."""
-    k_stages = config.num_stages - 2 * _v_stages(problem, config.v_parts)
-    if _v_chunks(problem, config.v_parts) * CHUNK > MAX_COLUMNS:
-        return f"a block takes at most {MAX_COLUMNS} columns of v"
-    if k_stages < 2:
-        return f"of {config.num_stages} chunks, {k_stages} remain for K, which needs at least 2"
-    if config.scores_ahead and k_stages < _chunks(problem.head_dim):
-        return f"scores_ahead needs a whole tile of K, {_chunks(problem.head_dim)} chunks, and {k_stages} remain for K"
-    return ""
-
-
 # What it can run and what it costs ------------------------------------------------------------------------------------
 
-SMEM_PER_BLOCK = 227 * 1024
 MASK_REASON = "it takes no {} yet: values that no query sees must have no effect, and V goes to wgmma as it was copied"
 
 
@@ -389,20 +342,12 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return []
 
 
-def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Returns an upper bound on the shared memory of one block; tests compare it with what every config compiles to."""
-    size = DTYPE_BYTES[problem.dtype]
-    chunks = _chunks(problem.head_dim) + config.num_stages
-    # The last terms: two tiles of probabilities; factors, barriers and reductions.
-    return size * (chunks * BLOCK_N * CHUNK + 2 * BLOCK_M * BLOCK_N) + 2048
-
-
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what one launch moves and computes: whole tiles, padding included; K once for each part of V's
     columns."""
     size, rows = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q
     width_k = -(-problem.head_dim // 64) * 64
-    width_v = _v_chunks(problem, config.v_parts) * CHUNK
+    width_v = v_chunks_of(problem, config.v_parts) * CHUNK
     visited, longest, *_ = walk(problem, BLOCK_M, BLOCK_N, from_first=True)
     scores = visited * config.v_parts * BLOCK_M * BLOCK_N
     # Bytes of K and V for each visited pair, in whole lines.
@@ -421,29 +366,3 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=128 * 4,
         chains=1,
     )
-
-
-# Configs --------------------------------------------------------------------------------------------------------------
-
-
-def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the default first, then every other candidate that fits the GPU's shared memory and registers."""
-    default = _default(problem, gpu)
-    space = [
-        Config(parts, stages, ahead)
-        for parts in (default.v_parts, default.v_parts + 1)
-        for stages in (default.num_stages, default.num_stages - 1, default.num_stages - 2)
-        for ahead in (False, True)
-        if stages >= 2 and not _cannot(problem, Config(parts, stages, ahead))
-    ]
-    return [default, *(c for c in space if c != default)]
-
-
-def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
-    """Returns the config with the most chunks in flight that fit, without duplicated scores, and with scores ahead if
-    K's ring holds a tile: 588 against 502 TFLOP/s at 8192 x 512 full, 557 against 510 causal
-    (docs/notes/hopper_large_head_dim.md)."""
-    stages = max(n for n in range(2, MAX_STAGES + 1) if smem_bytes(problem, gpu, Config(1, n)) <= SMEM_PER_BLOCK)
-    behind = Config(-(-problem.head_dim_v // MAX_COLUMNS), stages)
-    ahead = Config(behind.v_parts, stages, True)
-    return behind if _cannot(problem, ahead) else ahead
