@@ -127,9 +127,7 @@ def others(problem: AttentionProblem, gpu: Gpu) -> dict[str, Config]:
     assert first is not None
     rows, found = first.block_m, {}
     tilings = [
-        dataclasses.replace(
-            first, block_n=keys, num_warps=warps, num_stages=stages, by_map=by_map, kv_heads=1, roles=False
-        )
+        dataclasses.replace(first, block_n=keys, num_warps=warps, num_stages=stages, by_map=by_map, roles=False)
         for keys, warps, stages, by_map in ((64, 2, 3, True), (64, 4, 4, True), (128, 4, 3, True), (64, 4, 3, False))
     ]
     if rows == 16:

@@ -182,7 +182,10 @@ def configured(kernel: str, config: Any, problem: AttentionProblem, operands: Op
     """Prepares a kernel with a config, through the public call."""
     options = {"kernel": kernel, "config": config, **call_arguments(problem, operands)}
     if isinstance(operands, CachedOperands):
-        layer = CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
+        layer = CacheLayer(
+            operands.k, operands.v, operands.page_table, operands.seqused_k, k_descale=operands.k_descale,
+            v_descale=operands.v_descale,
+        )  # fmt: skip
         call = partial(attention_with_kv_cache, operands.q, layer, **options)
     else:
         call = partial(attention_varlen if problem.packed else attention, *operands[:3], **options)

@@ -50,7 +50,7 @@ def test_decode(dtype: str, cache: str, reader: str) -> None:
 @each_cache
 @pytest.mark.parametrize("splits", sampled(SPLITS, 3))
 def test_splits(splits: str, cache: str) -> None:
-    """Also two kv heads a tile, pieces, and configs by tensor maps, which are loaded by pointers here."""
+    """Also pieces, and configs by tensor maps, which are loaded by pointers here."""
     case = PagedCase(16, lengths=SEVERAL, causal="bottom_right", sinks=True, cache=cache)
     check("split_kv", case, "sharp", config=SPLITS[splits])
 

@@ -23,7 +23,6 @@ CONFIGS = {
     "one": MAPS,
     "three": replace(MAPS, num_splits=3),
     "pieces": replace(MAPS, num_splits=2, pieces=5),
-    "two, two kv heads a tile": replace(MAPS, block_n=16, num_splits=2, kv_heads=2),
 }
 DIMS = ((64, 64), (128, 64)) if ON_GPU else ((16, 16), (24, 40))
 MASKS: dict[str, dict[str, Any]] = {

@@ -6,15 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpwave import attention, explain
+from warpwave import explain
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import split_kv
 from warpwave.kernels.split_kv import splits
-from warpwave.kernels.split_kv.config import Config, one_step, tiles
+from warpwave.kernels.split_kv.config import Config, one_step
 from warpwave.problem import AttentionProblem, Causal
 
 DECODE = AttentionProblem(
@@ -34,8 +33,6 @@ H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
         ({"num_splits": 0}, "num_splits is 0; it must be at least 1"),
         ({"pieces": 3, "num_splits": 4}, "pieces is 3; it must be 0, or at least 2 and num_splits = 4"),
         ({"pieces": 1}, "pieces is 1"),
-        ({"kv_heads": 3}, "kv_heads is 3; it must be a power of two"),
-        ({"kv_heads": 2, "pieces": 4}, "kv_heads is 2 with pieces = 4; pieces need kv_heads = 1"),
     ],
 )
 def test_a_config_checks_itself(fields: dict[str, Any], text: str) -> None:
@@ -258,7 +255,7 @@ def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
         ({"dtype": "float32"}, False),
     ):
         assert one_step(replace(DECODE, **{"seqlen_k": 1024} | change), config) == one
-    for other in (replace(config, num_stages=1), replace(config, pieces=16), replace(config, kv_heads=2)):
+    for other in (replace(config, num_stages=1), replace(config, pieces=16)):
         assert not one_step(replace(DECODE, seqlen_k=1024), other)
 
 
@@ -287,12 +284,8 @@ def test_launches_whose_blocks_would_go_unevenly_wait() -> None:
 
 def test_blocks_by_maps_end_together() -> None:
     """Nine in ten of the blocks that keep memory busy are enough: 128 tiles for 132 SMs are not split (64 x 8,192 keys
-    by four kv heads a tile: 485 us by one share, 491 by two), nor 64 into more than two (8 x 8,192: 66.4 by two, 68.0
-    by four)."""
-    four = Config(16, 16, 4, 4, kv_heads=4, by_map=True)
-    for batch, shares in ((64, 1), (128, 1)):
-        problem = replace(DECODE, batch=batch, page_size=16)
-        assert splits.with_splits(problem, H200, four).num_splits == shares
+    in pages of 16: 485 us by one share, 491 by two), nor 64 into more than two (8 x 8,192: 66.4 by two, 68.0 by
+    four)."""
     assert split_kv.configs(replace(DECODE, batch=8), H200)[0].num_splits == 2
 
 
@@ -340,23 +333,6 @@ def test_cost_reads_keys_once_for_the_group() -> None:
 def test_pages_that_are_no_power_of_two_are_refused() -> None:
     (reason,) = split_kv.why_not(replace(DECODE, page_size=48), H200)
     assert "page_size is 48" in reason
-
-
-def test_kv_heads_of_a_tile_divide_those_there_are() -> None:
-    q, k, v = torch.zeros(1, 1, 6, 16), torch.zeros(1, 40, 3, 16), torch.zeros(1, 40, 3, 16)
-    if torch.cuda.is_available():
-        q, k, v = q.cuda(), k.cuda(), v.cuda()
-    with pytest.raises(ValueError, match="kv_heads is 2; it must divide the call's 3 kv heads"):
-        attention(q, k, v, kernel="split_kv", config=Config(16, 16, 4, 1, kv_heads=2))
-
-
-def test_kv_heads_that_share_tiles_are_counted_together() -> None:
-    one, four = Config(16, 128, 4, 3, num_splits=2), Config(16, 32, 4, 3, num_splits=2, kv_heads=4)
-    costs = [split_kv.cost(replace(DECODE, batch=16), H200, c).parts[0] for c in (one, four)]
-    assert costs[0].blocks == 16 * 8 * 2 and costs[1].blocks == 16 * 2 * 2
-    assert costs[0].read_bytes == costs[1].read_bytes and costs[0].steps == costs[1].steps
-    assert split_kv.smem_bytes(DECODE, H200, one) == split_kv.smem_bytes(DECODE, H200, four)
-    assert tiles(DECODE, four) == 1
 
 
 def test_explain_prints_the_splits_and_their_reason() -> None:

@@ -38,19 +38,9 @@ PAGED = [
     ),
     Mutant(
         "query heads of a group taken in turn", SPLIT,
-        "heads = kv_head * GROUP_SIZE + tile_rows % TILE_HEADS  # [BLOCK_M]",
-        "heads = kv_head + tile_rows % TILE_HEADS * num_heads_kv",
+        "heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]",
+        "heads = kv_head + tile_rows % GROUP_SIZE * num_heads_kv",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
-    ),
-    Mutant(
-        "a row keeps its scores with the kv head beside its own", SPLIT,
-        "row_heads[:, None] == key_heads[None, :], scores", "row_heads[:, None] >= key_heads[None, :], scores",
-        "test_paged.py::test_page_sizes_and_splits", "16- and heads", "FAIL",
-    ),
-    Mutant(
-        "values that are not finite reach the kv head beside theirs", SPLIT,
-        "tl.where(doubtful, begin + walked_keys * KV_HEADS, begin)", "begin",
-        "test_paged.py::test_kv_heads_that_share_a_tile_do_not_matter", "nan and maps", "not close",
     ),
     Mutant(
         "a prefix that is read for all read again for each", SPLIT,

@@ -225,6 +225,54 @@ def operand(x, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
 
 
 @jit
+def halves(words, FLOAT8: tl.constexpr, IS_NVIDIA: tl.constexpr):
+    """Returns the 8-bit numbers of 16-bit words as float16, exactly: the first of each word, and the second.
+
+    Tensor cores take operands of 16 bits whose order threads exchange 16 bits at a time. Words are in that order when
+    they are read; single bytes would be read from shared memory one by one.
+    """
+    if IN_INTERPRETER or not IS_NVIDIA:
+        low, high = (words & 0xFF).to(tl.int8), (words >> 8).to(tl.int8)
+        if FLOAT8:
+            low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+        low, high = in_float16(low), in_float16(high)
+    elif FLOAT8:
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 x; .reg .b16 a, b; prmt.b32 x, $2, 0, 0x3120; mov.b32 {a, b}, x; "
+            "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        # As the last bits of 1,024 + 128 + x, whose last bit is 1.
+        low, high = tl.inline_asm_elementwise(
+            "{ .reg .b32 x, y; xor.b32 x, $2, 0x80808080; mov.b32 y, 0x64806480; prmt.b32 $0, x, 0x64646464, 0x4240; "
+            "sub.f16x2 $0, $0, y; prmt.b32 $1, x, 0x64646464, 0x4341; sub.f16x2 $1, $1, y; }",
+            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return low, high
+
+
+@jit
+def in_float16(x):
+    """Returns x as float16, an operand of products."""
+    if IN_INTERPRETER:
+        return x.to(tl.float32)
+    else:
+        return x.to(tl.float16)
+
+
+@jit
+def scaled_to_float16(x, y):
+    """Returns the rows of x and y divided by a power of two so that the largest number of both rows is 1 to 2, as
+    float16, and the powers, float32. Numbers below 2^-14 of the largest lose bits. An infinity stays one."""
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    power = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E800000)  # 2^-126 to 2^126
+    inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)[:, None]
+    return (in_float16(x * inverse), in_float16(y * inverse)), power.to(tl.float32, bitcast=True)
+
+
+@jit
 def load_parts(pointers, stride_part, rows, columns, row_begin, row_end, PRECISION: tl.constexpr):
     """Loads the parts of a tile that was split ahead, zero outside `row_begin <= row < row_end`. Consecutive parts are
     `stride_part` times 16 elements apart, so that the compiler sees their alignment."""

@@ -129,6 +129,7 @@ class Kind:
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
         self.is_rdna, self.is_hopper = gpu.arch.startswith("gfx1"), gpu.vendor == "nvidia" and gpu.capability == 90
+        self.is_of_8_bits = problem.dtype_kv is not None and gpu.vendor == "nvidia"
         # Products of 64 rows leave registers free there.
         self.is_roomy = gpu.vendor == "nvidia" and gpu.capability in (90, 100, 103)
         self.may_be_ahead, self.page_size = may_be_launched_ahead(gpu), problem.page_size
@@ -184,6 +185,7 @@ ROLES = "2026-11-22-h200-split-kv-roles.log"
 MAPPED = "2026-11-21-h200-split-kv-tensor-maps.log"
 TURNS = "2026-11-22-h200-split-kv-turns.log"
 LOG = "serving.md"
+EIGHT_BITS = "2026-11-23-h200-decode-8-bit-configs.log"
 
 
 def _kept(config: Config, call: Any) -> Config:
@@ -241,6 +243,14 @@ RULES_OF_TILES: tuple[Rule[Change], ...] = (
             ),
         ),
         NOT_MEASURED,
+    ),
+    Rule(
+        "NVIDIA, a cache of 8-bit numbers, at most 16 rows: two warps",
+        lambda c: c.is_of_8_bits and c.block_m == 16,
+        (lambda config, _: replace(config, num_warps=2),),
+        "64 x 8,192 keys in pages of 64 with a factor for each token 284 us, and 429 with four warps; 1 x 65,536 52 "
+        "and 84; with a factor for each head 255 and 262, 42 and 43",
+        EIGHT_BITS,
     ),
 )
 
@@ -327,7 +337,7 @@ MAPS: tuple[Rule[Change], ...] = (
 def _whole(config: Config, call: Call) -> Config:
     """Returns the tiling of all keys of a prompt in one step."""
     block_n = max(16, 1 << (max(1, call.seqlen_k) - 1).bit_length())
-    return changed(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False, kv_heads=1)
+    return changed(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False)
 
 
 def _narrow(config: Config, call: Call) -> Config:
@@ -335,7 +345,7 @@ def _narrow(config: Config, call: Call) -> Config:
 
 
 def _of_32_keys(config: Config, call: Call) -> Config:
-    return changed(config, block_n=32, num_warps=2, num_stages=2, by_map=False, kv_heads=1)
+    return changed(config, block_n=32, num_warps=2, num_stages=2, by_map=False)
 
 
 def _is_short_prompt(c: Call) -> bool:

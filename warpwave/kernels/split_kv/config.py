@@ -27,9 +27,6 @@ class Config:
             sums and bits do not depend on the number of splits.
         by_map: load K and V of 16 bits by tensor maps (TMA, sm_90 or newer) if a tile lies in one page. Tiles at the
             edges of the visible keys, and tensors that no map can describe, are loaded by pointers.
-        kv_heads: kv heads whose rows and keys share a tile, a power of two that divides the call's number of kv heads.
-            Their keys, adjacent in memory, are loaded together, and their scores come from one product, which is mostly
-            padding otherwise if rows are few.
         launched_ahead: start before the preceding launch in the stream ends, and wait in the kernel (sm_90 or newer).
         roles: warp-specialize on Hopper, for up to 16 rows: one warp loads keys by tensor maps, one copy for each page
             of 16 keys or more, and a warpgroup multiplies them (few_rows_device.py). `num_stages` tiles of K and of V
@@ -44,11 +41,10 @@ class Config:
     pieces: int = 0
     launched_ahead: bool = False
     by_map: bool = False
-    kv_heads: int = 1
     roles: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1), ("kv_heads", 1)):
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
@@ -57,13 +53,11 @@ class Config:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.pieces < 0 or (self.pieces and self.pieces < max(2, self.num_splits)):
             raise ValueError(f"pieces is {self.pieces}; it must be 0, or at least 2 and num_splits = {self.num_splits}")
-        if self.pieces and self.kv_heads > 1:
-            raise ValueError(f"kv_heads is {self.kv_heads} with pieces = {self.pieces}; pieces need kv_heads = 1")
-        has = (self.block_m, self.num_warps, self.kv_heads, self.pieces, self.by_map)
-        if self.roles and (has != (few_rows.ROWS, 4, 1, 0, True) or not 64 <= self.block_n <= 256):
+        has = (self.block_m, self.num_warps, self.pieces, self.by_map)
+        if self.roles and (has != (few_rows.ROWS, 4, 0, True) or not 64 <= self.block_n <= 256):
             raise ValueError(
-                f"{self} has roles; roles need tiles of {few_rows.ROWS} x 64, 128 or 256 on 4 warps, by_map, one kv "
-                "head, and no pieces"
+                f"{self} has roles; roles need tiles of {few_rows.ROWS} x 64, 128 or 256 on 4 warps, by_map, and no "
+                "pieces"
             )
 
 
@@ -78,20 +72,20 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     q = size * config.block_m * block_d
-    p = size * config.block_m * columns(config)
-    kv = columns(config) * (block_d * DTYPE_BYTES[problem.dtype_of_k] + block_dv * DTYPE_BYTES[problem.dtype_of_v])
+    p = size * config.block_m * config.block_n
+    kv = config.block_n * (block_d * DTYPE_BYTES[problem.dtype_of_k] + block_dv * DTYPE_BYTES[problem.dtype_of_v])
     # Page ids of the next tile change layout. Barriers and reductions over warps take the rest.
-    more = 1024 + (16 * columns(config) if problem.page_size else 0)
+    more = 1024 + (16 * config.block_n if problem.page_size else 0)
     more += 8 * config.block_m * config.num_warps
     if config.pieces:  # their accumulators are stored inside the loop and need a layout change in shared memory
         more += 4 * config.block_m * block_dv
     if problem.dtype_kv:  # the factors of keys in flight, and the largest weight of each row
-        more += 16 * columns(config) * config.num_stages + 8 * config.block_m * config.num_warps
+        more += 16 * config.block_n * config.num_stages + 8 * config.block_m * config.num_warps
         if config.block_m >= WGMMA_ROWS and gpu.capability in (90, 100, 103):  # K and V in 16 bits
-            more += columns(config) * size * (block_d + block_dv)
+            more += config.block_n * size * (block_d + block_dv)
     if problem.mask_shape is not None or problem.bias_shape is not None:
-        kv += config.block_m * columns(config) * bytes_per_score(problem)
-        p += size * columns(config) * block_dv  # V goes through registers, which clear what no row sees, and back
+        kv += config.block_m * config.block_n * bytes_per_score(problem)
+        p += size * config.block_n * block_dv  # V goes through registers, which clear what no row sees, and back
     if gpu.arch == "gfx950":
         return max(q, config.num_stages * kv * 17 // 16) + p + more
     if gpu.vendor == "amd":
@@ -101,24 +95,9 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     return q + p + config.num_stages * kv + more
 
 
-def columns(config: Config) -> int:
-    """Returns the keys of all kv heads of a tile; every row has one score for each."""
-    return config.block_n * config.kv_heads
-
-
-def tile_heads(problem: AttentionProblem, config: Config) -> int:
-    """Returns the query heads whose rows a tile holds."""
-    return problem.num_heads_q // problem.num_heads_kv * config.kv_heads
-
-
-def head_groups(problem: AttentionProblem, config: Config) -> int:
-    """Returns the number of groups of kv heads; each group has its own tiles."""
-    return problem.num_heads_kv // config.kv_heads
-
-
 def tiles(problem: AttentionProblem, config: Config) -> int:
-    """Returns the tiles of rows that the longest sequence has for one group of kv heads."""
-    return -(-problem.seqlen_q * tile_heads(problem, config) // config.block_m)
+    """Returns the tiles of rows that the longest sequence has for one kv head."""
+    return -(-problem.seqlen_q * problem.num_heads_q // (problem.num_heads_kv * config.block_m))
 
 
 def num_parts(config: Config) -> int:
@@ -128,13 +107,13 @@ def num_parts(config: Config) -> int:
 
 def one_step(problem: AttentionProblem, config: Config) -> bool:
     """Returns whether a split has at most one tile of keys, so that Q can be loaded together with it, once."""
-    alone = config.pieces == 0 and config.kv_heads == 1 and not config.roles and problem.dtype != "float32"
+    alone = config.pieces == 0 and not config.roles and problem.dtype != "float32"
     return alone and config.num_stages > 1 and -(-problem.seqlen_k // config.block_n) <= config.num_splits
 
 
 def steps_over_keys(problem: AttentionProblem, config: Config) -> Walk:
     """Counts the key steps of all tiles of rows, before the keys are split."""
-    return walk(problem, config.block_m, config.block_n, tile_heads(problem, config))
+    return walk(problem, config.block_m, config.block_n, problem.num_heads_q // problem.num_heads_kv)
 
 
 def longest_steps(problem: AttentionProblem, config: Config) -> int:

@@ -12,13 +12,10 @@ from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.choice import rows_said
 from warpwave.kernels.split_kv.config import (
     Config,
-    columns,
-    head_groups,
     may_map,
     num_parts,
     smem_bytes,
     steps_over_keys,
-    tile_heads,
     tiles,
 )
 from warpwave.kernels.split_kv.splits import choose_splits, scattered, smem_expected
@@ -31,15 +28,15 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     size, parts = DTYPE_BYTES[problem.dtype], num_parts(config)
     of_tiles = steps_over_keys(problem, config)
     steps, longest = of_tiles.tiles, of_tiles.longest
-    scores = steps * config.block_m * columns(config)
+    scores = steps * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
     outputs = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     scratch = partials.workspace_bytes(problem, parts) if parts > 1 else 0
     of_key = problem.bytes_of_key + (8 if problem.kv_factors == "token" else 0)
-    keys_read = steps * columns(config) * of_key
+    keys_read = steps * config.block_n * of_key
     table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
     attend = Cost(
-        blocks=tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch,
+        blocks=tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch,
         flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
         exponentials=scores,
         read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
@@ -51,7 +48,9 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=few_rows.THREADS if config.roles else config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
         scratch_bytes=scratch,
-        order=launch_order(problem, config.block_m, config.block_n, tile_heads(problem, config), config.num_splits),
+        order=launch_order(
+            problem, config.block_m, config.block_n, problem.num_heads_q // problem.num_heads_kv, config.num_splits
+        ),
         cut=of_tiles.cut,
         far=waits_for_memory(config.num_stages) if config.block_m > 32 or size == 4 else 0.0,
         loop=_loop(problem, gpu, config),
@@ -59,7 +58,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         conversions=conversions(
             problem,
             gpu,
-            scores + steps * columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)),
+            scores + steps * config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)),
             config.block_m,
             config.num_warps,
         ),
@@ -101,7 +100,7 @@ def _smem_margin(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return 0
     if config.block_m < 64:
         return max(0, smem_bytes(problem, gpu, config) - smem_expected(problem, config))
-    return (2 * columns(config) + 8 * config.num_warps) * config.block_m + 1024
+    return (2 * config.block_n + 8 * config.num_warps) * config.block_m + 1024
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -110,7 +109,7 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     if config.roles:
         return few_rows.registers(problem, gpu, config)
     threads = max(1, config.num_warps * gpu.warp_size)
-    elements = config.block_m * (padded(problem.head_dim_v) + columns(config) * 3 // 2)
+    elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
     if problem.dtype == "float32" and dot_precision(problem, gpu) != "ieee" and config.block_m < 64:
         # Every warp holds the parts of all rows of Q, and those of the keys in flight.
         parts = PARTS[dot_precision(problem, gpu)]

@@ -14,11 +14,14 @@ from warpwave.kernels.primitives import (
     add_bias,
     band_edges,
     band_visible,
+    halves,
+    in_float16,
     load_tile,
     operand,
     packed_sequence,
     product,
     rounded,
+    scaled_to_float16,
     softmax_step,
     tanh,
     tile_pointers,
@@ -56,14 +59,75 @@ def _pieces(key_begin, key_end, split, num_splits, PIECES: tl.constexpr, BLOCK_N
 
 
 @jit
+def _store_rows(ptr, row_head, acc, in_range, dims_v, HEAD_DIM_V: tl.constexpr):
+    """Stores the columns of contiguous rows that the accumulators hold in turn."""
+    for i in tl.static_range(len(acc)):
+        columns = dims_v + i
+        offsets = row_head[:, None] * HEAD_DIM_V + columns[None, :]
+        inside = in_range[:, None] & (columns < HEAD_DIM_V)[None, :]
+        tl.store(ptr + offsets, rounded(acc[i], ptr.dtype.element_ty), mask=inside)
+
+
+@jit
 def _store_part(
     acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V: tl.constexpr
 ):  # fmt: skip
     """Stores the partial result of the rows over one part of the keys, for the merge."""
-    offsets = (part * rows_heads + row_head)[:, None] * HEAD_DIM_V + dims_v[None, :]
-    tl.store(acc_ptr + offsets, acc, mask=in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :])
+    _store_rows(acc_ptr, part * rows_heads + row_head, acc, in_range, dims_v, HEAD_DIM_V)
     tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
     tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
+
+
+@jit
+def _times(acc, factor):
+    """Returns every accumulator times a factor."""
+    found = ()
+    for i in tl.static_range(len(acc)):
+        found = found + (acc[i] * factor,)
+    return found
+
+
+@jit
+def _none_if(condition, acc):
+    """Returns zeros in place of the accumulators if the condition holds."""
+    found = ()
+    for i in tl.static_range(len(acc)):
+        found = found + (tl.where(condition, 0.0, acc[i]),)
+    return found
+
+
+@jit
+def _load_queries(
+    pointers, queries, dims, stride_qd, seqlen_q, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Returns the queries as an operand, and what its rows are to be multiplied by: of a cache of 8-bit numbers a power
+    of two, and the operand is the even and the odd columns."""
+    q = load_tile(pointers, queries, dims, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
+    if FACTORS != "":
+        odd = load_tile(pointers + stride_qd, queries, dims + 1, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
+        return scaled_to_float16(q, odd)
+    else:
+        return operand(q, PRECISION, IS_NVIDIA), 1.0
+
+
+@jit
+def _load_halves(
+    pointers, stride_d, keys, pairs, key_begin, key_end, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
+    IN_WORDS: tl.constexpr, FLOAT8: tl.constexpr, IS_NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Loads a tile of 8-bit numbers as float16, zero outside `key_begin <= key < key_end`: the even columns, and the
+    odd ones."""
+    inside = ((keys >= key_begin) & (keys < key_end))[:, None]
+    even, odd = inside, inside
+    if CHECK_COLUMNS:
+        even = inside & (pairs < (HEAD_DIM + 1) // 2)[None, :]
+        odd = inside & (pairs < HEAD_DIM // 2)[None, :]
+    if IN_WORDS:
+        return halves(tl.load(pointers, mask=even, other=0), FLOAT8, IS_NVIDIA)
+    else:
+        x, y = tl.load(pointers, mask=even, other=0.0), tl.load(pointers + stride_d, mask=odd, other=0.0)
+        return in_float16(x), in_float16(y)
 
 
 @jit
@@ -151,7 +215,6 @@ def split_kv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -178,34 +241,30 @@ def split_kv_kernel(
     BY_MAP: tl.constexpr,
     ONE_STEP: tl.constexpr,
     FACTORS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    IN_WORDS: tl.constexpr,
 ):
     """Processes one split of the keys of one tile of rows. The rows of a tile, then kv heads, then splits are adjacent
     in the grid, which has one dimension because 65,535 is the limit of the others.
 
-    A tile may hold the rows of several kv heads, and their keys. Its scores then cover every row and every key, and
-    each row keeps only its own head's scores. Products of few rows are mostly padding, so this costs nothing, and data
-    adjacent in memory, the heads of a token, is loaded together.
-
-    Pools of 8-bit numbers are converted to the dtype of Q in registers, exactly. Their factors multiply what is
-    float32: of K the scores, of V the output if they belong to heads (FACTORS "head"), or the probabilities if they
-    belong to tokens.
+    Pools of 8-bit numbers are converted to float16 in registers, exactly. Their even and odd columns are operands of
+    their own: neighbors are loaded together as a word (IN_WORDS) if the layout of the pools permits it. The factors of
+    the pools multiply what is float32: of K the scores, of V the output if they belong to heads (FACTORS "head"), or
+    the probabilities if they belong to tokens.
     """
     # Position of this program -----------------------------------------------------------------------------------------
-    TILE_HEADS: tl.constexpr = GROUP_SIZE * KV_HEADS  # query heads whose rows a tile holds
-    COLUMNS: tl.constexpr = BLOCK_N * KV_HEADS  # columns of a tile's scores
-    num_tiles = tl.cdiv(seqlen_q * TILE_HEADS, BLOCK_M)
-    groups = num_heads_kv // KV_HEADS
+    num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % num_tiles
-    group = pid // num_tiles % groups
-    split = pid // (num_tiles * groups) % num_splits if IN_PARTS else 0
-    batch = pid // (num_tiles * groups)
+    kv_head = pid // num_tiles % num_heads_kv
+    split = pid // (num_tiles * num_heads_kv) % num_splits if IN_PARTS else 0
+    batch = pid // (num_tiles * num_heads_kv)
     if IN_PARTS:
         batch = batch // num_splits
     if LAUNCHED_AHEAD:
-        batch = await_launch_before_knowing(batch, tile | group | split)
+        batch = await_launch_before_knowing(batch, tile | kv_head | split)
     batch = batch.to(tl.int64)
-    kv_head = group.to(tl.int64) * KV_HEADS  # the first kv head
+    kv_head = kv_head.to(tl.int64)
     first_row = batch * seqlen_q  # counted over all sequences: rows of out are contiguous
     # Strides come in units, as in flash_fwd, so that the compiler sees that rows are 16-byte aligned. Page strides are
     # multiplied by their 32-bit factors as they are loaded.
@@ -220,7 +279,7 @@ def split_kv_kernel(
 
     if IS_VARLEN:
         first_row, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        if tile * BLOCK_M >= seqlen_q * TILE_HEADS:
+        if tile * BLOCK_M >= seqlen_q * GROUP_SIZE:
             return
         q_ptr += first_row * stride_qm
     else:
@@ -229,6 +288,11 @@ def split_kv_kernel(
     stride_vh = tl.cast(stride_vh, tl.int64) * STRIDE_UNIT
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
+    WORD: tl.constexpr = 2 if IN_WORDS else 1  # columns of what is loaded
+    UNIT: tl.constexpr = STRIDE_UNIT // WORD
+    if IN_WORDS:
+        k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     capacity = seqlen_k
     if PAGE_SIZE > 0:
         page_table_ptr, seqlen_k = cached_sequence(
@@ -242,12 +306,12 @@ def split_kv_kernel(
         k_ptr += batch * stride_kb
         v_ptr += batch * stride_vb
 
-    # Rows are the queries of the group's heads, head fastest, so that a tile of few queries is full.
+    # Rows are the queries of all heads that read the kv head, head fastest, so that a tile of few queries is full.
     tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    queries = tile_rows // TILE_HEADS
-    heads = kv_head * GROUP_SIZE + tile_rows % TILE_HEADS  # [BLOCK_M]
-    query_begin = tile * BLOCK_M // TILE_HEADS
-    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // TILE_HEADS, seqlen_q - 1)
+    queries = tile_rows // GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]
+    query_begin = tile * BLOCK_M // GROUP_SIZE
+    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, seqlen_q - 1)
     low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
     key_begin, key_end = visible_keys(query_begin, query_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
     key_begin = tl.maximum(key_begin, first_key)
@@ -270,14 +334,19 @@ def split_kv_kernel(
         stride = num_splits * BLOCK_N
 
     # State of the online softmax --------------------------------------------------------------------------------------
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
+    STEP: tl.constexpr = 2 if FACTORS != "" else 1  # from one column of an operand to the next
+    dims = tl.arange(0, BLOCK_D // STEP)
+    dims_v = tl.arange(0, BLOCK_DV // STEP)
     in_range = queries < seqlen_q
-    q_tile = tile_pointers(q_ptr, queries, dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
+    q_tile = tile_pointers(q_ptr, queries, STEP * dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
     if not ONE_STEP:
-        q = load_tile(q_tile, queries, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-        q = operand(q, PRECISION, IS_NVIDIA)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        q, q_power = _load_queries(
+            q_tile, queries, STEP * dims, stride_qd, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS, PRECISION,
+            IS_NVIDIA,
+        )  # fmt: skip
+    acc = (tl.zeros([BLOCK_M, BLOCK_DV // STEP], tl.float32),)
+    if FACTORS != "":
+        acc = (acc[0], acc[0])
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     scale_log2 = softmax_scale * LOG2_E
@@ -285,18 +354,14 @@ def split_kv_kernel(
         slope_offsets = batch * stride_alibi_b + heads * stride_alibi_h
         slope_log2 = tl.load(alibi_slopes_ptr + slope_offsets) * LOG2_E  # [BLOCK_M]
 
-    # Scores are [BLOCK_M, COLUMNS]; the tile's kv heads vary fastest, then the keys.
-    columns = tl.arange(0, COLUMNS)
-    row_heads = tile_rows % TILE_HEADS // GROUP_SIZE
+    columns = tl.arange(0, BLOCK_N)
     if FACTORS == "head":
-        k_factor = tl.load(k_descale_ptr + (kv_head + row_heads) * stride_fs)  # [BLOCK_M]
-        v_factor = tl.load(v_descale_ptr + (kv_head + row_heads) * stride_gs)  # [BLOCK_M]
+        k_factor = tl.load(k_descale_ptr + kv_head * stride_fs)
+        v_factor = tl.load(v_descale_ptr + kv_head * stride_gs)
 
     # One loop body, three sections with tensor maps: a first tile that begins with hidden keys, tiles loaded by maps,
     # and a last tile that is followed by another sequence's keys. A map masks nothing: it fills with zeros past the
-    # tensor's end, where a dense sequence ends too. Edge tiles are loaded by pointers, key by key. With several kv
-    # heads there is one more section, used if a result is not finite: one head's values may be non-finite, and the
-    # other heads' rows multiply them by 0. It processes the heads' keys one head after the other.
+    # tensor's end, where a dense sequence ends too. Edge tiles are loaded by pointers, key by key.
     map_begin, map_end, map_first = begin, end, begin
     if BY_MAP:
         map_begin = tl.cdiv(key_begin, BLOCK_N) * BLOCK_N
@@ -307,18 +372,10 @@ def split_kv_kernel(
     if PAGE_SIZE > 0:
         # Load page ids one step ahead of their keys, so that the keys wait neither for the table nor for the length.
         # Computing with the ids happens one step later, because it waits for the load.
-        ids = _ids_of(page_table_ptr, begin, columns // KV_HEADS, capacity, PAGE_SIZE, BLOCK_N)
-    ALONE: tl.constexpr = 3 if BY_MAP else 1
-    for section in tl.static_range(ALONE + 1 if KV_HEADS > 1 else ALONE):
+        ids = _ids_of(page_table_ptr, begin, columns, capacity, PAGE_SIZE, BLOCK_N)
+    for section in tl.static_range(3 if BY_MAP else 1):
         first_tile, tiles_end = begin, end
-        if section == ALONE:
-            doubtful = tl.max(tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1), 0) != 0
-            walked_keys = tl.cdiv(tl.maximum(end - begin, 0), stride) * stride
-            tiles_end = tl.where(doubtful, begin + walked_keys * KV_HEADS, begin)
-            acc = tl.where(doubtful, 0.0, acc)
-            m_i = tl.where(doubtful, float("-inf"), m_i)
-            l_i = tl.where(doubtful, 0.0, l_i)
-        elif BY_MAP and section == 0:
+        if BY_MAP and section == 0:
             tiles_end = tl.minimum(map_begin, end)
         elif BY_MAP and section == 1:
             first_tile, tiles_end = map_first, map_end
@@ -326,25 +383,15 @@ def split_kv_kernel(
             mine = (map_end >= tl.maximum(map_begin, begin)) & ((map_end - begin) % stride == 0)
             first_tile = tl.where(mine, map_end, end)
         # Edge sections have at most one tile, so a pipeline would wait for tiles that do not come.
-        for walked in tl.range(
-            first_tile, tiles_end, stride, num_stages=1 if section == ALONE or (BY_MAP and section != 1) else None
-        ):
-            if section == ALONE:
-                key_tile = begin + (walked - begin) % walked_keys
-                keys = key_tile + tl.arange(0, BLOCK_N)
-                key_heads = (walked - begin) // walked_keys + tl.zeros([BLOCK_N], tl.int32)
-            else:
-                key_tile = walked
-                keys = key_tile + columns // KV_HEADS
-                key_heads = columns % KV_HEADS
+        for key_tile in tl.range(
+            first_tile, tiles_end, stride, num_stages=1 if BY_MAP and section != 1 else None
+        ):  # fmt: skip
+            keys = key_tile + columns
             # Keys that no query of the tile sees are not read: NaN there must have no effect.
             key_inside = (keys >= key_begin) & (keys < end)
-            if PAGE_SIZE > 0 and section == ALONE:
-                there = _ids_of(page_table_ptr, key_tile, tl.arange(0, BLOCK_N), capacity, PAGE_SIZE, BLOCK_N)
-                pages = pages_named(there, num_pages)
-            elif PAGE_SIZE > 0:
+            if PAGE_SIZE > 0:
                 pages = pages_named(ids, num_pages)
-                ids = _ids_of(page_table_ptr, key_tile + stride, columns // KV_HEADS, capacity, PAGE_SIZE, BLOCK_N)
+                ids = _ids_of(page_table_ptr, key_tile + stride, columns, capacity, PAGE_SIZE, BLOCK_N)
             if BY_MAP and section == 1:
                 if PAGE_SIZE > 0:
                     map_outer, map_row = pages.to(tl.int32), key_tile % PAGE_SIZE
@@ -352,24 +399,27 @@ def split_kv_kernel(
                     map_outer, map_row = 0, k_begin.to(tl.int32) + key_tile
                 else:
                     map_outer, map_row = batch.to(tl.int32), key_tile
-                k = _map_tile(k_map, map_outer, map_row, kv_head, COLUMNS, BLOCK_D)
+                k = _map_tile(k_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_D)
             elif PAGE_SIZE > 0:
                 cells = (keys % PAGE_SIZE).to(tl.int64)
-                k_offsets = (pages * k_units[0] + cells * k_units[1]) * STRIDE_UNIT
+                k_offsets = (pages * k_units[0] + cells * k_units[1]) * UNIT
                 v_offsets = k_offsets
                 if not ALIKE:
-                    v_offsets = (pages * v_units[0] + cells * v_units[1]) * STRIDE_UNIT
+                    v_offsets = (pages * v_units[0] + cells * v_units[1]) * UNIT
             else:
                 k_offsets = keys.to(tl.int64) * stride_kn
                 v_offsets = k_offsets
                 if not ALIKE:
                     v_offsets = keys.to(tl.int64) * stride_vn
-            if KV_HEADS > 1 and not (BY_MAP and section == 1):
-                v_offsets = v_offsets + key_heads * stride_vh
-                k_offsets = k_offsets + key_heads * stride_kh
             if not (BY_MAP and section == 1):
-                k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
-                k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+                k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * (STEP // WORD * stride_kd))
+                if FACTORS != "":
+                    k = _load_halves(
+                        k, stride_kd, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D, IN_WORDS, FLOAT8,
+                        IS_NVIDIA,
+                    )  # fmt: skip
+                else:
+                    k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
             if BY_MAP and section != 1:  # loaded at once: no pipeline overlaps the two
                 v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
                 v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
@@ -377,18 +427,20 @@ def split_kv_kernel(
                 # Load Q together with K, not before it. The mask, which depends on keys, keeps the compiler from
                 # hoisting it.
                 asking = tl.where(key_tile < end, seqlen_q, 0)
-                q = load_tile(q_tile, queries, dims, 0, asking, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-                q = operand(q, PRECISION, IS_NVIDIA)
+                q, q_power = _load_queries(
+                    q_tile, queries, STEP * dims, stride_qd, asking, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS, PRECISION,
+                    IS_NVIDIA,
+                )  # fmt: skip
             if FACTORS != "":
-                k = k.to(q[0].dtype)
-            k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
-            scores = product(q, k, None, PRECISION)  # [BLOCK_M, COLUMNS]
+                scores = tl.dot(q[1], tl.trans(k[1]), tl.dot(q[0], tl.trans(k[0])))  # [BLOCK_M, BLOCK_N]
+            else:
+                k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
+                scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
             if FACTORS == "head":
-                scores = scores * k_factor[:, None]
+                scores = scores * (q_power * k_factor)[:, None]
             elif FACTORS == "token":
-                head = kv_head + key_heads
-                k_factor = k_descale_ptr + (pages * stride_fp + cells * stride_ft + head * stride_fs)
-                scores = scores * tl.load(k_factor, mask=key_inside, other=0.0)[None, :]
+                factors = k_descale_ptr + (pages * stride_fp + cells * stride_ft + kv_head * stride_fs)
+                scores = scores * q_power[:, None] * tl.load(factors, mask=key_inside, other=0.0)[None, :]
 
             # As in flash_fwd: the scale is part of the softmax's multiply-add if nothing is added or hidden.
             scale_left = scale_log2
@@ -402,7 +454,7 @@ def split_kv_kernel(
             if HAS_BIAS:
                 bias_rows = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
                 bias = bias_ptr + (bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n)
-                bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, COLUMNS]
+                bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
                 scores = add_bias(scores, bias)
             if HAS_ALIBI:
                 distance = tl.abs(queries[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
@@ -411,60 +463,64 @@ def split_kv_kernel(
                 visible = band_visible(queries, keys, low, high, HAS_LOW, HAS_HIGH) & key_inside[None, :]
                 scores = tl.where(visible, scores * scale_left, float("-inf"))
                 scale_left = 1.0
-            if KV_HEADS > 1:
-                scores = tl.where(row_heads[:, None] == key_heads[None, :], scores * scale_left, float("-inf"))
-                scale_left = 1.0
             if HAS_MASK:
                 mask_rows = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
                 shown = mask_ptr + (mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n)
-                shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, COLUMNS]
+                shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
                 scores = tl.where(shown != 0, scores, float("-inf"))
 
             p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
             if BY_MAP and section == 1:
-                v = _map_tile(v_map, map_outer, map_row, kv_head, COLUMNS, BLOCK_DV)
+                v = _map_tile(v_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_DV)
             elif not BY_MAP:
-                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
-                v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * (STEP // WORD * stride_vd))
+                if FACTORS != "":
+                    v = _load_halves(
+                        v, stride_vd, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, IN_WORDS, FLOAT8,
+                        IS_NVIDIA,
+                    )  # fmt: skip
+                else:
+                    v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
             if HAS_MASK or HAS_BIAS:
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
-                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [COLUMNS]
-                v = tl.where((seen != 0)[:, None], v, 0.0)
-            if FACTORS != "":
-                v = v.to(q[0].dtype)
-            kept = acc * alpha[:, None]
+                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                if FACTORS != "":
+                    v = (tl.where((seen != 0)[:, None], v[0], 0.0), tl.where((seen != 0)[:, None], v[1], 0.0))
+                else:
+                    v = tl.where((seen != 0)[:, None], v, 0.0)
+            kept = _times(acc, alpha[:, None])
             if FACTORS == "token":
                 # Relative to the largest weight of the row: small factors would make 16-bit weights subnormal.
-                v_factor = v_descale_ptr + (pages * stride_gp + cells * stride_gt + head * stride_gs)
-                weights = p * tl.load(v_factor, mask=key_inside, other=0.0)[None, :]
-                largest = tl.max(weights, 1)
-                largest = tl.where(largest > 0, largest, 1.0)
-                p = operand((weights / largest[:, None]).to(v.dtype), PRECISION, IS_NVIDIA)
-                acc = product(p, operand(v, PRECISION, IS_NVIDIA), None, PRECISION)
-                acc = kept + acc * largest[:, None]
+                factors = v_descale_ptr + (pages * stride_gp + cells * stride_gt + kv_head * stride_gs)
+                weights = p * tl.load(factors, mask=key_inside, other=0.0)[None, :]
+                largest = tl.maximum(tl.max(weights, 1), 2.0**-120)
+                p = (weights * (1.0 / largest)[:, None]).to(v[0].dtype)
+                acc = _times((tl.dot(p, v[0]), tl.dot(p, v[1])), largest[:, None])
+                acc = (kept[0] + acc[0], kept[1] + acc[1])
+            elif FACTORS == "head":
+                p = p.to(v[0].dtype)
+                acc = (tl.dot(p, v[0], kept[0]), tl.dot(p, v[1], kept[1]))
             else:
                 p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
-                acc = product(p, operand(v, PRECISION, IS_NVIDIA), kept, PRECISION)  # [BLOCK_M, BLOCK_DV]
-            if section == ALONE:
-                acc = tl.where((row_heads == (walked - begin) // walked_keys)[:, None], acc, kept)
+                acc = (product(p, operand(v, PRECISION, IS_NVIDIA), kept[0], PRECISION),)  # [BLOCK_M, BLOCK_DV]
 
             if PIECES > 0:
                 piece_ends = ((key_tile + BLOCK_N - first) % piece_keys == 0) | (key_tile + BLOCK_N >= end)
                 if piece_ends:
                     part = (key_tile - first) // piece_keys
                     if FACTORS == "head":
-                        acc = acc * v_factor[:, None]
+                        acc = _times(acc, v_factor)
                     _store_part(
-                        acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V
-                    )
-                acc = tl.where(piece_ends, 0.0, acc)
+                        acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, STEP * dims_v,
+                        HEAD_DIM_V,
+                    )  # fmt: skip
+                acc = _none_if(piece_ends, acc)
                 m_i = tl.where(piece_ends, float("-inf"), m_i)
                 l_i = tl.where(piece_ends, 0.0, l_i)
 
     # Results ----------------------------------------------------------------------------------------------------------
-    inside = in_range[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     if FACTORS == "head":
-        acc = acc * v_factor[:, None]
+        acc = _times(acc, v_factor)
     if PIECES > 0:
         # Unused parts: every block of the tile writes a few of them. Their accumulators have no weight.
         for part in range(used + split, PIECES, num_splits):
@@ -472,17 +528,15 @@ def split_kv_kernel(
             tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
     elif IN_PARTS:
         # A split without keys is stored too, so that the merge can load accumulators before it has the state.
-        _store_part(acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V)
+        _store_part(acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, STEP * dims_v, HEAD_DIM_V)
     if not IN_PARTS:
         if HAS_SINKS:
             # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
             # probabilities of lower scores out of the range of 16 bits.
             sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-            acc = acc * scale[:, None]
-        out = acc * inverse_sum(l_i)[:, None]
-        offsets = row_head[:, None] * HEAD_DIM_V + dims_v[None, :]
-        tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+            acc = _times(acc, scale[:, None])
+        _store_rows(out_ptr, row_head, _times(acc, inverse_sum(l_i)[:, None]), in_range, STEP * dims_v, HEAD_DIM_V)
         if WRITE_LSE:
             offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
             tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)

@@ -48,7 +48,7 @@ from warpwave.kernels.arguments import (
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv import tensor_maps
 from warpwave.kernels.split_kv.choice import configs
-from warpwave.kernels.split_kv.config import Config, head_groups, is_launched_ahead, num_parts, one_step, tiles
+from warpwave.kernels.split_kv.config import Config, is_launched_ahead, num_parts, one_step, tiles
 from warpwave.kernels.split_kv.device import split_kv_kernel
 from warpwave.kernels.split_kv.splits import changed
 from warpwave.problem import AttentionProblem, CachedOperands
@@ -302,12 +302,7 @@ def specify(
 
     Args:
         first_key: keys before it are left to another launch.
-
-    Raises:
-        ValueError: the config's kv heads do not divide the problem's.
     """
-    if problem.num_heads_kv % config.kv_heads:
-        raise ValueError(f"kv_heads is {config.kv_heads}; it must divide the call's {problem.num_heads_kv} kv heads")
     config = _served(problem, gpu, operands, config)
     acc, state = workspace or partials.workspaces(problem, num_parts(config), out.device)()
     ahead = is_launched_ahead(gpu, config)
@@ -341,7 +336,7 @@ def specify(
 
 
 def _grid(problem: AttentionProblem, config: Config) -> int:
-    return tiles(problem, config) * head_groups(problem, config) * config.num_splits * problem.batch
+    return tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch
 
 
 def _scalars(
@@ -382,6 +377,13 @@ def _scalars(
     ]
 
 
+def in_words(operands: Any) -> bool:
+    """Returns whether two neighbors of the 8-bit numbers of every row of K and V are an aligned word."""
+    return stride_unit(operands) % 2 == 0 and all(
+        pool.stride(-1) == 1 and pool.shape[-1] % 2 == 0 and pool.data_ptr() % 16 == 0 for pool in operands[1:3]
+    )
+
+
 def stride_unit(operands: Any) -> int:
     """Returns the largest power of two, up to 16, that divides every stride between rows, heads, and batches or
     pages."""
@@ -402,7 +404,6 @@ def _constants(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "GROUP_SIZE": problem.num_heads_q // problem.num_heads_kv,
-        "KV_HEADS": config.kv_heads,
         "STRIDE_UNIT": stride_unit(operands),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
@@ -423,4 +424,6 @@ def _constants(
         "BY_MAP": by_map,
         "ONE_STEP": one_step(problem, config),
         "FACTORS": problem.kv_factors or "",
+        "FLOAT8": problem.dtype_kv == "float8_e4m3fn",
+        "IN_WORDS": problem.dtype_kv is not None and in_words(operands),
     }

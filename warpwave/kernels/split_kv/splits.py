@@ -10,7 +10,7 @@ from typing import NamedTuple
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.split_kv import few_rows_host as few_rows
-from warpwave.kernels.split_kv.config import Config, columns, longest_steps, may_map, tiles
+from warpwave.kernels.split_kv.config import Config, longest_steps, may_map, tiles
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 FEW = 1 / 4  # tiles of rows per SM
@@ -66,11 +66,11 @@ class Splits(NamedTuple):
 
 def blocks_with_rows(problem: AttentionProblem, config: Config) -> int:
     """Returns the number of blocks that have rows, before keys are split."""
-    heads = problem.num_heads_q // problem.num_heads_kv * config.kv_heads
+    heads = problem.num_heads_q // problem.num_heads_kv
     found = -(-problem.seqlen_q * heads // config.block_m) * problem.batch
     if problem.packed:  # the longest sequence is one of several: each may end in a partial tile
         found = min(found, problem.total_q * heads // config.block_m + problem.batch)
-    return max(1, found * (problem.num_heads_kv // config.kv_heads))
+    return max(1, found * problem.num_heads_kv)
 
 
 def scattered(problem: AttentionProblem, config: Config) -> bool:
@@ -93,8 +93,8 @@ def smem_expected(problem: AttentionProblem, config: Config) -> int:
     if config.roles:
         return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
     in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
-    needed = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
-    of_rows = config.block_m * (padded(problem.head_dim) + columns(config))
+    needed = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
+    of_rows = config.block_m * (padded(problem.head_dim) + config.block_n)
     return DTYPE_BYTES[problem.dtype_of_k] * needed + DTYPE_BYTES[problem.dtype] * of_rows + 1024
 
 
@@ -116,11 +116,13 @@ def _pace(problem: AttentionProblem, gpu: Gpu, config: Config, many: bool) -> Pa
     sms, blocks = gpu.num_sms or UNKNOWN_SMS, blocks_per_sm(problem, gpu, config)
     if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
+        # Two warps with tiles of 8 bits have half of the bytes in flight: 1 x 65,536 keys take 52 us by 66 splits.
+        saturating = SATURATING_BLOCKS * (2 if problem.dtype_kv and config.num_warps == 2 else 1)
         return Pace(
-            sms * blocks, sms * min(blocks, SATURATING_BLOCKS), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
+            sms * blocks, sms * min(blocks, saturating), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
             MERGE_STEPS, PARTS_PER_STEP, 0.0,
         )  # fmt: skip
-    tile = columns(config) * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
+    tile = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
     saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(config)))))
     step = saturating * tile / MAPPED_STEP_BYTES
     return Pace(

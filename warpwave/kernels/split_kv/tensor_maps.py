@@ -29,7 +29,7 @@ def _plan(problem: AttentionProblem, source: int, tensor: torch.Tensor, config: 
     outer, rows, heads, width = tensor.shape
     strides = tensor.stride()
     outer_stride = strides[1] if problem.packed and not problem.page_size else strides[0]  # any stride if the size is 1
-    block = (1, config.block_n, config.kv_heads, block_width)
+    block = (1, config.block_n, 1, block_width)
     return MapPlan(source, (outer, rows, heads, width), (outer_stride, strides[1], strides[2], 1), block, False)
 
 
