@@ -88,7 +88,7 @@ SPILL_BOUNDS = {
     ("nvidia", "decode, head_dim 64"): 10,  # sm_80's 8; none elsewhere
     ("nvidia", "prefill, head_dim 256"): 240,
     ("nvidia", "prefill, packed and paged"): 32,
-    ("nvidia", "int8, chunk"): 80,  # sm_90's 64
+    ("nvidia", "int8, chunk"): 128,  # sm_90's 112
     ("nvidia", "float8, chunk, head_dim 256"): 420,  # sm_90's 336
     ("rdna", "prefill, head_dim 256"): 256,
     ("rdna", "decode, float32"): 1200,

@@ -42,11 +42,10 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if problem.is_quantized:
         return max(width, EIGHT_BIT_WIDTH), width_v
-    operands = 1
-    if problem.dtype_kv:  # the even columns of a tile and the odd ones are two operands, of at least 16
-        operands, width, width_v = 2, max(width, 32), max(width_v, 32)
+    if problem.dtype_kv:  # the even columns of a tile and the odd ones may be two operands, of at least 16
+        width, width_v = max(width, 32), max(width_v, 32)
     if gpu.capability == 90 and block_m >= WGMMA_ROWS:
-        least = min(operands * SWIZZLE_WIDTH, max(width, width_v))
+        least = min(SWIZZLE_WIDTH, max(width, width_v))
         width, width_v = max(width, least), max(width_v, least)
     return width, width_v
 

@@ -228,14 +228,14 @@ def operand(x, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
 def halves(words, FLOAT8: tl.constexpr, IS_NVIDIA: tl.constexpr):
     """Returns the 8-bit numbers of 16-bit words as float16, exactly: the first of each word, and the second.
 
-    Tensor cores take operands of 16 bits whose order threads exchange 16 bits at a time. Words are in that order when
-    they are read; single bytes would be read from shared memory one by one.
+    Operands in registers come from shared memory 16 bits at a time. Words are converted where they arrive; single bytes
+    would be read one by one, or converted before they are exchanged, through shared memory twice.
     """
     if IN_INTERPRETER or not IS_NVIDIA:
         low, high = (words & 0xFF).to(tl.int8), (words >> 8).to(tl.int8)
         if FLOAT8:
             low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
-        low, high = in_float16(low), in_float16(high)
+        low, high = in_float16(low, IS_NVIDIA), in_float16(high, IS_NVIDIA)
     elif FLOAT8:
         low, high = tl.inline_asm_elementwise(
             "{ .reg .b32 x; .reg .b16 a, b; prmt.b32 x, $2, 0, 0x3120; mov.b32 {a, b}, x; "
@@ -253,23 +253,36 @@ def halves(words, FLOAT8: tl.constexpr, IS_NVIDIA: tl.constexpr):
 
 
 @jit
-def in_float16(x):
+def in_float16(x, IS_NVIDIA: tl.constexpr):
     """Returns x as float16, an operand of products."""
     if IN_INTERPRETER:
-        return x.to(tl.float32)
+        x = x.to(tl.float32)
+    elif IS_NVIDIA and x.dtype == tl.int8:
+        # As in `halves`. The compiler would convert them one by one, at a quarter of the rate.
+        x = tl.inline_asm_elementwise(
+            "{ .reg .b32 x, y; xor.b32 x, $2, 0x80808080; mov.b32 y, 0x64806480; prmt.b32 $0, x, 0x64646464, 0x4140; "
+            "sub.f16x2 $0, $0, y; prmt.b32 $1, x, 0x64646464, 0x4342; sub.f16x2 $1, $1, y; }",
+            "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
-        return x.to(tl.float16)
+        x = x.to(tl.float16)
+    return x
 
 
 @jit
-def scaled_to_float16(x, y):
-    """Returns the rows of x and y divided by a power of two so that the largest number of both rows is 1 to 2, as
-    float16, and the powers, float32. Numbers below 2^-14 of the largest lose bits. An infinity stays one."""
-    x, y = x.to(tl.float32), y.to(tl.float32)
-    power = tl.max(tl.maximum(tl.abs(x), tl.abs(y)), 1).to(tl.int32, bitcast=True) & 0x7F800000
+def scaled_to_float16(parts):
+    """Returns the parts of rows divided by a power of two so that the largest number of each row is 1 to 2, as float16,
+    and the powers, float32. Numbers below 2^-14 of the largest lose bits. An infinity stays one."""
+    largest = tl.max(tl.abs(parts[0].to(tl.float32)), 1)
+    for i in tl.static_range(1, len(parts)):
+        largest = tl.maximum(largest, tl.max(tl.abs(parts[i].to(tl.float32)), 1))
+    power = largest.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E800000)  # 2^-126 to 2^126
     inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)[:, None]
-    return (in_float16(x * inverse), in_float16(y * inverse)), power.to(tl.float32, bitcast=True)
+    scaled = ()
+    for i in tl.static_range(len(parts)):
+        scaled = scaled + (in_float16(parts[i].to(tl.float32) * inverse, False),)
+    return scaled, power.to(tl.float32, bitcast=True)
 
 
 @jit

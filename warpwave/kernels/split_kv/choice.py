@@ -129,6 +129,7 @@ class Kind:
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
         self.is_rdna, self.is_hopper = gpu.arch.startswith("gfx1"), gpu.vendor == "nvidia" and gpu.capability == 90
+        self.has_token_factors = problem.kv_factors == "token"
         self.is_of_8_bits = problem.dtype_kv is not None and gpu.vendor == "nvidia"
         # Products of 64 rows leave registers free there.
         self.is_roomy = gpu.vendor == "nvidia" and gpu.capability in (90, 100, 103)
@@ -250,6 +251,14 @@ RULES_OF_TILES: tuple[Rule[Change], ...] = (
         (lambda config, _: replace(config, num_warps=2),),
         "64 x 8,192 keys in pages of 64 with a factor for each token 284 us, and 429 with four warps; 1 x 65,536 52 "
         "and 84; with a factor for each head 255 and 262, 42 and 43",
+        EIGHT_BITS,
+    ),
+    Rule(
+        "Hopper, 8-bit numbers with a factor for each token, more than 32 rows, head_dim up to 128: 128 keys, two "
+        "stages",
+        lambda c: c.is_of_8_bits and c.has_token_factors and c.block_m == 64 and c.is_hopper and c.wide <= 256,
+        (lambda config, _: replace(config, block_n=128, num_stages=2),),
+        "a chunk beside decode 355 us, and 567 with 64 keys, whose factors four warps load one by one",
         EIGHT_BITS,
     ),
 )

@@ -88,46 +88,68 @@ def _times(acc, factor):
 
 
 @jit
-def _none_if(condition, acc):
-    """Returns zeros in place of the accumulators if the condition holds."""
+def _none_if(condition, parts):
+    """Returns zeros in place of every part where the condition holds."""
     found = ()
-    for i in tl.static_range(len(acc)):
-        found = found + (tl.where(condition, 0.0, acc[i]),)
+    for i in tl.static_range(len(parts)):
+        found = found + (tl.where(condition, 0.0, parts[i]),)
     return found
 
 
 @jit
 def _load_queries(
     pointers, queries, dims, stride_qd, seqlen_q, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
-    FACTORS: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
+    FACTORS: tl.constexpr, IN_WORDS: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the queries as an operand, and what its rows are to be multiplied by: of a cache of 8-bit numbers a power
-    of two, and the operand is the even and the odd columns."""
+    """Returns the queries as an operand, for words its even and its odd columns, and what the rows are to be multiplied
+    by: powers of two on a cache of 8-bit numbers."""
     q = load_tile(pointers, queries, dims, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
-    if FACTORS != "":
-        odd = load_tile(pointers + stride_qd, queries, dims + 1, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
-        return scaled_to_float16(q, odd)
-    else:
+    if FACTORS == "":
         return operand(q, PRECISION, IS_NVIDIA), 1.0
+    elif IN_WORDS:
+        odd = load_tile(pointers + stride_qd, queries, dims + 1, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
+        return scaled_to_float16((q, odd))
+    else:
+        return scaled_to_float16((q,))
 
 
 @jit
-def _load_halves(
-    pointers, stride_d, keys, pairs, key_begin, key_end, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
+def _load_8_bits(
+    pointers, keys, dims, key_begin, key_end, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
     IN_WORDS: tl.constexpr, FLOAT8: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of 8-bit numbers as float16, zero outside `key_begin <= key < key_end`: the even columns, and the
-    odd ones."""
+    """Loads a tile of 8-bit numbers as operands in float16, zero outside `key_begin <= key < key_end`: of words the
+    even columns and the odd ones, else one of all columns."""
     inside = ((keys >= key_begin) & (keys < key_end))[:, None]
-    even, odd = inside, inside
-    if CHECK_COLUMNS:
-        even = inside & (pairs < (HEAD_DIM + 1) // 2)[None, :]
-        odd = inside & (pairs < HEAD_DIM // 2)[None, :]
     if IN_WORDS:
-        return halves(tl.load(pointers, mask=even, other=0), FLOAT8, IS_NVIDIA)
+        if CHECK_COLUMNS:
+            inside = inside & (dims < HEAD_DIM // 2)[None, :]
+        return halves(tl.load(pointers, mask=inside, other=0), FLOAT8, IS_NVIDIA)
     else:
-        x, y = tl.load(pointers, mask=even, other=0.0), tl.load(pointers + stride_d, mask=odd, other=0.0)
-        return in_float16(x), in_float16(y)
+        if CHECK_COLUMNS:
+            inside = inside & (dims < HEAD_DIM)[None, :]
+        return (in_float16(tl.load(pointers, mask=inside, other=0.0), IS_NVIDIA),)
+
+
+@jit
+def _scores(q, k):
+    """Returns the sum of the products of the operands of Q and K in float16."""
+    scores = tl.dot(q[0], tl.trans(k[0]))
+    for i in tl.static_range(1, len(k)):
+        scores = tl.dot(q[i], tl.trans(k[i]), scores)
+    return scores
+
+
+@jit
+def _with_values(p, v, acc, factor):
+    """Returns the accumulators plus a factor times the products of probabilities and the operands of V in float16."""
+    found = ()
+    for i in tl.static_range(len(v)):
+        if factor is None:
+            found = found + (tl.dot(p, v[i], acc[i]),)
+        else:
+            found = found + (acc[i] + tl.dot(p, v[i]) * factor,)
+    return found
 
 
 @jit
@@ -247,10 +269,10 @@ def split_kv_kernel(
     """Processes one split of the keys of one tile of rows. The rows of a tile, then kv heads, then splits are adjacent
     in the grid, which has one dimension because 65,535 is the limit of the others.
 
-    Pools of 8-bit numbers are converted to float16 in registers, exactly. Their even and odd columns are operands of
-    their own: neighbors are loaded together as a word (IN_WORDS) if the layout of the pools permits it. The factors of
-    the pools multiply what is float32: of K the scores, of V the output if they belong to heads (FACTORS "head"), or
-    the probabilities if they belong to tokens.
+    Pools of 8-bit numbers are converted to float16 in registers, exactly. Two neighbors are loaded as a word (IN_WORDS)
+    where products take operands from registers, and the even and odd columns are then operands of their own. The
+    factors of the pools multiply what is float32: of K the scores, of V the output if they belong to heads (FACTORS
+    "head"), or the probabilities if they belong to tokens.
     """
     # Position of this program -----------------------------------------------------------------------------------------
     num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
@@ -288,8 +310,8 @@ def split_kv_kernel(
     stride_vh = tl.cast(stride_vh, tl.int64) * STRIDE_UNIT
     k_ptr += kv_head * stride_kh
     v_ptr += kv_head * stride_vh
-    WORD: tl.constexpr = 2 if IN_WORDS else 1  # columns of what is loaded
-    UNIT: tl.constexpr = STRIDE_UNIT // WORD
+    COLUMNS: tl.constexpr = 2 if IN_WORDS else 1  # of what is loaded at once
+    UNIT: tl.constexpr = STRIDE_UNIT // COLUMNS
     if IN_WORDS:
         k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -334,18 +356,17 @@ def split_kv_kernel(
         stride = num_splits * BLOCK_N
 
     # State of the online softmax --------------------------------------------------------------------------------------
-    STEP: tl.constexpr = 2 if FACTORS != "" else 1  # from one column of an operand to the next
-    dims = tl.arange(0, BLOCK_D // STEP)
-    dims_v = tl.arange(0, BLOCK_DV // STEP)
+    dims = tl.arange(0, BLOCK_D // COLUMNS)
+    dims_v = tl.arange(0, BLOCK_DV // COLUMNS)
     in_range = queries < seqlen_q
-    q_tile = tile_pointers(q_ptr, queries, STEP * dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
+    q_tile = tile_pointers(q_ptr, queries, COLUMNS * dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
     if not ONE_STEP:
         q, q_power = _load_queries(
-            q_tile, queries, STEP * dims, stride_qd, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS, PRECISION,
-            IS_NVIDIA,
+            q_tile, queries, COLUMNS * dims, stride_qd, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS, IN_WORDS,
+            PRECISION, IS_NVIDIA,
         )  # fmt: skip
-    acc = (tl.zeros([BLOCK_M, BLOCK_DV // STEP], tl.float32),)
-    if FACTORS != "":
+    acc = (tl.zeros([BLOCK_M, BLOCK_DV // COLUMNS], tl.float32),)
+    if IN_WORDS:
         acc = (acc[0], acc[0])
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -412,10 +433,10 @@ def split_kv_kernel(
                 if not ALIKE:
                     v_offsets = keys.to(tl.int64) * stride_vn
             if not (BY_MAP and section == 1):
-                k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * (STEP // WORD * stride_kd))
+                k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * stride_kd)
                 if FACTORS != "":
-                    k = _load_halves(
-                        k, stride_kd, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D, IN_WORDS, FLOAT8,
+                    k = _load_8_bits(
+                        k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D, IN_WORDS, FLOAT8,
                         IS_NVIDIA,
                     )  # fmt: skip
                 else:
@@ -428,11 +449,11 @@ def split_kv_kernel(
                 # hoisting it.
                 asking = tl.where(key_tile < end, seqlen_q, 0)
                 q, q_power = _load_queries(
-                    q_tile, queries, STEP * dims, stride_qd, asking, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS, PRECISION,
-                    IS_NVIDIA,
+                    q_tile, queries, COLUMNS * dims, stride_qd, asking, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS,
+                    IN_WORDS, PRECISION, IS_NVIDIA,
                 )  # fmt: skip
             if FACTORS != "":
-                scores = tl.dot(q[1], tl.trans(k[1]), tl.dot(q[0], tl.trans(k[0])))  # [BLOCK_M, BLOCK_N]
+                scores = _scores(q, k)  # [BLOCK_M, BLOCK_N]
             else:
                 k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
                 scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -473,10 +494,10 @@ def split_kv_kernel(
             if BY_MAP and section == 1:
                 v = _map_tile(v_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_DV)
             elif not BY_MAP:
-                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * (STEP // WORD * stride_vd))
+                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * stride_vd)
                 if FACTORS != "":
-                    v = _load_halves(
-                        v, stride_vd, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, IN_WORDS, FLOAT8,
+                    v = _load_8_bits(
+                        v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, IN_WORDS, FLOAT8,
                         IS_NVIDIA,
                     )  # fmt: skip
                 else:
@@ -485,7 +506,7 @@ def split_kv_kernel(
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                 if FACTORS != "":
-                    v = (tl.where((seen != 0)[:, None], v[0], 0.0), tl.where((seen != 0)[:, None], v[1], 0.0))
+                    v = _none_if((seen == 0)[:, None], v)
                 else:
                     v = tl.where((seen != 0)[:, None], v, 0.0)
             kept = _times(acc, alpha[:, None])
@@ -495,11 +516,10 @@ def split_kv_kernel(
                 weights = p * tl.load(factors, mask=key_inside, other=0.0)[None, :]
                 largest = tl.maximum(tl.max(weights, 1), 2.0**-120)
                 p = (weights * (1.0 / largest)[:, None]).to(v[0].dtype)
-                acc = _times((tl.dot(p, v[0]), tl.dot(p, v[1])), largest[:, None])
-                acc = (kept[0] + acc[0], kept[1] + acc[1])
+                acc = _with_values(p, v, kept, largest[:, None])
             elif FACTORS == "head":
                 p = p.to(v[0].dtype)
-                acc = (tl.dot(p, v[0], kept[0]), tl.dot(p, v[1], kept[1]))
+                acc = _with_values(p, v, kept, None)
             else:
                 p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
                 acc = (product(p, operand(v, PRECISION, IS_NVIDIA), kept[0], PRECISION),)  # [BLOCK_M, BLOCK_DV]
@@ -511,7 +531,7 @@ def split_kv_kernel(
                     if FACTORS == "head":
                         acc = _times(acc, v_factor)
                     _store_part(
-                        acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, STEP * dims_v,
+                        acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v,
                         HEAD_DIM_V,
                     )  # fmt: skip
                 acc = _none_if(piece_ends, acc)
@@ -528,7 +548,9 @@ def split_kv_kernel(
             tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
     elif IN_PARTS:
         # A split without keys is stored too, so that the merge can load accumulators before it has the state.
-        _store_part(acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, STEP * dims_v, HEAD_DIM_V)
+        _store_part(
+            acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V
+        )
     if not IN_PARTS:
         if HAS_SINKS:
             # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
@@ -536,7 +558,7 @@ def split_kv_kernel(
             sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
             acc = _times(acc, scale[:, None])
-        _store_rows(out_ptr, row_head, _times(acc, inverse_sum(l_i)[:, None]), in_range, STEP * dims_v, HEAD_DIM_V)
+        _store_rows(out_ptr, row_head, _times(acc, inverse_sum(l_i)[:, None]), in_range, COLUMNS * dims_v, HEAD_DIM_V)
         if WRITE_LSE:
             offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
             tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)

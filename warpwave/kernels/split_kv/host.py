@@ -28,6 +28,7 @@ import torch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import cache_descales, partials
 from warpwave.kernels.arguments import (
+    WGMMA_ROWS,
     Allocate,
     Results,
     Run,
@@ -425,5 +426,5 @@ def _constants(
         "ONE_STEP": one_step(problem, config),
         "FACTORS": problem.kv_factors or "",
         "FLOAT8": problem.dtype_kv == "float8_e4m3fn",
-        "IN_WORDS": problem.dtype_kv is not None and in_words(operands),
+        "IN_WORDS": problem.dtype_kv is not None and config.block_m < WGMMA_ROWS and in_words(operands),
     }
