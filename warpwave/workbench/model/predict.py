@@ -153,7 +153,7 @@ def _lent(where: Machine, kernel: str) -> tuple[str, Residuals] | None:
 def _bar(
     where: Machine, module: Any, time_us: float, bound_us: float, is_quantized: bool = False
 ) -> tuple[float, float, str, int]:
-    """Returns the error bar, in words what it is based on, and its number of points. The bound limits it from below."""
+    """Returns the error bar, its basis in words, and its number of points. The bound limits it from below."""
     name, kernel = where.sheet.name, module.NAME
     if is_quantized:
         factor, points = QUANTIZED_FACTOR, 0

@@ -150,7 +150,7 @@ def measured_ceilings(machine: Machine) -> Ceilings | None:
 
 
 def _same_processor(ceilings: Ceilings, machine: Machine) -> bool:
-    """Whether the stored CPU ceilings, which are this machine's, fit the record: same CPU model and threads."""
+    """Returns whether the stored CPU ceilings, which are this machine's, fit the record: same CPU model and threads."""
     if not machine.is_cpu:
         return True
     theirs, ours = (dict(e.get("cpu") or {}) for e in (ceilings.environment, machine.environment))
