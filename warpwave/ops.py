@@ -75,7 +75,7 @@ class _Library(torch.library.Library):
     them."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: Any = "", **options: Any) -> Any:
-        """As torch's."""
+        """Registers a kernel, as torch's method does."""
         if dispatch_key == "Autograd" and options.get("with_keyset"):
             fn = _refusing_tangents(fn)
         return super().impl(op_name, fn, dispatch_key, **options)
@@ -168,7 +168,7 @@ def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
-    # torch omits a last argument that equals its default, also in graphs saved before that argument existed.
+    # torch omits a last argument that equals its default, and older saved graphs do not have this one.
     kernel = "auto" if len(rest) == NUM_TENSORS + NUM_OPTIONS else rest[-1]
     said = ("gradients", options, kernel, *wanted)  # torch's deterministic mode is in every key
 
