@@ -213,7 +213,7 @@ def _check_cache(
 def _append(
     k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, at: torch.Tensor, k: torch.Tensor, v: Any
 ) -> None:
-    """Writes new tokens, fewer or more than there are queries, behind the first `at` tokens of each sequence."""
+    """Writes new tokens, fewer or more than there are queries, after the first `at` tokens of each sequence."""
     positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
     size = k_pages.shape[1]
     pages = table.gather(1, (positions // size).clamp(max=table.shape[1] - 1)).long()

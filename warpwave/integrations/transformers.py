@@ -246,7 +246,7 @@ def _of_documents(pattern: Pattern, segments: torch.Tensor) -> torch.Tensor:
 
 
 def _documents(segments: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns the offsets of the documents of all rows, one behind the other, and the longest length."""
+    """Returns the offsets of the documents of all rows in order, and the longest length."""
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     offsets = begins.flatten().nonzero().flatten()
@@ -388,7 +388,7 @@ def attend(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if attention_mask is None and cu_seq_lens_q is None:
         causal = bool(is_causal) and q.shape[1] > 1
-        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: the cells behind the queries' are not written
+        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: only the queries' own cells are written
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
             position_bias = None if position_bias is None else position_bias[..., : q.shape[1]]
         return attention(q, k, v, causal=causal, mask=None, bias=position_bias, **said), None

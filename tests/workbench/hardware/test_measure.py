@@ -92,7 +92,7 @@ DAMAGE: dict[str, Any] = {
     "a rate in words": lambda text: text.replace("4270.0", '"fast"'),
     "a rate that is no number": lambda text: text.replace("4270.0", "NaN"),
     "no name": lambda text: text.replace('"gpu": "NVIDIA H200"', '"gpu": null'),
-    "a foreign field": lambda text: text.replace('"date"', '"colour": "green", "date"'),
+    "a foreign field": lambda text: text.replace('"date"', '"color": "green", "date"'),
     "a foreign table": lambda text: text.replace('"bfloat16": 675.0', '"bfloat16": []'),
     "binary": lambda text: "\x00\x01",
 }

@@ -1,4 +1,4 @@
-"""A diagnosis as text or JSON, and the command behind `explain --from-table`."""
+"""A diagnosis as text or JSON, and the command `explain --from-table`."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def check_gpu_state(f: Facts) -> list[Check]:
     if f.other_processes:
         n = f.other_processes
         text = f"{n} other process{'es' if n > 1 else ''} on the GPU: times will be disturbed"
-        checks.append(Check("GPU neighbours", "warning", text, "nvidia-smi lists them"))
+        checks.append(Check("GPU neighbors", "warning", text, "nvidia-smi lists them"))
     return checks
 
 

@@ -224,5 +224,5 @@ def config_words(config: Any) -> str:
 
 
 def wrapped(sentence: str, label: str) -> list[str]:
-    """Returns a sentence in lines of at most `WIDTH`, indented behind its label."""
+    """Returns a sentence in lines of at most `WIDTH`, indented after its label."""
     return textwrap.wrap(sentence, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))

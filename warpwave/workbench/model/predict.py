@@ -42,7 +42,7 @@ class Prediction:
             grid has no more.
         traffic: bytes at each level of memory.
         validated: what the error bar is based on, in words.
-        points: number of times of this kernel on this card behind it, ours or published; 0 if there are none.
+        points: number of measured times of this kernel on this card, ours or published.
     """
 
     kernel: str

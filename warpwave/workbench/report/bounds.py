@@ -28,7 +28,7 @@ class MachineRates:
     Attributes:
         rates: sets of rates, the data sheet's first; empty if none is known.
         notes: sentences about missing rates and how to get them.
-        sources: the documents behind the data sheet.
+        sources: the documents of the data sheet.
         passed: sentences about measured ceilings that a call exceeded, and calls that the data sheet rules out.
     """
 
