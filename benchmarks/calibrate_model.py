@@ -9,9 +9,9 @@
     python -m benchmarks.calibrate_model --card b200 --fit sweep.jsonl --judge other.jsonl --ceilings roof.json
 
 Points to fit and points to judge come from different files. Constants are fitted per kernel to the logarithm of
-predicted over measured time. The loss is quadratic up to 20 % and linear beyond. A weak pull towards `UNCALIBRATED`
-keeps constants that the points do not determine at a round number. Cross-validation leaves out whole problems with all
-their configs. `benchmarks.calibration_points` reads the files.
+predicted over measured time. The loss is quadratic up to 20 % and linear beyond. Constants that the points do not
+determine stay at the round numbers of `UNCALIBRATED`, by a small added loss. Cross-validation leaves out whole problems
+with all their configs. `benchmarks.calibration_points` reads the files.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _records(card: str = "h200") -> tuple[list[Path], list[Path]]:
 
 
 def _is_of_bench(path: Path) -> bool:
-    """Whether `warpwave bench` wrote the file; other programs of this folder write JSON lines too."""
+    """Returns whether `warpwave bench` wrote the file; other programs of this folder write JSON lines too."""
     with path.open(encoding="utf-8") as lines:
         return '"schema_version"' in lines.readline()
 
@@ -91,7 +91,7 @@ def main() -> int:
     asked = parser.parse_args()
     sheet = find(asked.card)
     if sheet is None:
-        parser.error(f"the catalogue has no card {asked.card!r}")
+        parser.error(f"the catalog has no card {asked.card!r}")
     gpu = gpu_of(sheet)
     if asked.gradients:
         return _calibrate_gradients(asked, sheet, gpu)
@@ -147,7 +147,7 @@ def main() -> int:
     )
     kernels: dict[str, Constants] = {}
     crossed: dict[str, Residuals] = {}
-    # Kernels come before their loops, which are pulled towards the kernel's constants, and loops before their variants.
+    # Kernels come before their loops, which are pulled toward the kernel's constants, and loops before their variants.
     names = sorted(dict.fromkeys(_key(point, gpu) for point in fitting), key=lambda name: name.count(" "))
     before: Mapping[str, Residuals] = {}
     all_unseen: list[float] = []
@@ -365,8 +365,8 @@ def _descend(
     current = losses(x)
     for _ in range(40):
         slope = np.stack([(losses(x + h) - current) / 1e-4 for h in np.eye(len(x)) * 1e-4], 1)
-        gram, towards = slope.T @ slope, slope.T @ current
-        step = np.linalg.solve(gram + damping * np.diag(np.diag(gram) + 1e-9), -towards)
+        gram, toward = slope.T @ slope, slope.T @ current
+        step = np.linalg.solve(gram + damping * np.diag(np.diag(gram) + 1e-9), -toward)
         tried = losses(x + np.clip(step, -0.5, 0.5))
         if tried @ tried < current @ current:
             done = current @ current - tried @ tried < 1e-4 * (current @ current)

@@ -201,7 +201,8 @@ def _of_three_kernel(lines: Sequence[str]) -> Iterator[Point]:
 
 
 def _of_hopper_large(lines: Sequence[str]) -> Iterator[Point]:
-    """Reads the last section, which has the present hopper/large_head_dim: scores ahead of the products, and behind."""
+    """Reads the last section, which has the present hopper/large_head_dim: scores before the products, and after
+    them."""
     last = max(i for i, line in enumerate(lines) if line.startswith("#"))
     for line in lines[last:]:
         if found := re.match(r"time (\d+)x(\d+) (full|causal) +1(a?): (\d+) TFLOP/s", line):

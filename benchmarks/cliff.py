@@ -136,12 +136,12 @@ def summary(lines: Iterable[dict[str, Any]], l2_bytes: int) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--experiment", choices=tuple(EXPERIMENTS), help="one of them alone")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="a file for the record, JSON lines")
-    parser.add_argument("--read", type=Path, help="a record: summarise it, measure nothing")
+    parser.add_argument("--read", type=Path, help="a record: summarize it, measure nothing")
     a = parser.parse_args(arguments)
     if a.read is not None:
         lines = [json.loads(line) for line in a.read.read_text(encoding="utf-8").splitlines()]

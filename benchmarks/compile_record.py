@@ -27,7 +27,7 @@ SAMPLE = [("bfloat16", 128, "causal")]
 
 
 def problem_of(dtype: str, head_dim: int, feature: str) -> AttentionProblem:
-    """A call as tests/compile has it."""
+    """Returns the problem of a call of tests/compile."""
     fields: dict[str, Any] = {
         "batch": 2,
         "seqlen_q": 1024,
@@ -46,7 +46,7 @@ def problem_of(dtype: str, head_dim: int, feature: str) -> AttentionProblem:
 
 
 def jobs() -> Iterator[tuple[Any, Gpu, tuple[str, int, str], AttentionProblem]]:
-    """Every kernel with code of its own, on every target and point that it accepts."""
+    """Returns every kernel with its own code, on every target and point that it accepts."""
     for kernel in dispatch.KERNELS:
         for arch in TARGETS:
             gpu = Gpu.for_arch(arch)
@@ -57,7 +57,7 @@ def jobs() -> Iterator[tuple[Any, Gpu, tuple[str, int, str], AttentionProblem]]:
 
 
 def compile_one(job: tuple[Any, Gpu, tuple[str, int, str], AttentionProblem]) -> list[dict[str, Any]]:
-    """A line for each launch."""
+    """Compiles one point; returns a line for each launch."""
     kernel, gpu, (dtype, head_dim, feature), problem = job
     lines = []
     for facts, _ in compile_launches(kernel, problem, gpu, kernel.configs(problem, gpu)[0]):

@@ -81,13 +81,13 @@ POINTS = [
 
 
 def operands_of(point: Point, device: torch.device, seed: int) -> Any:
-    """Inputs; of a latent v is a view of k."""
+    """Returns the inputs; for a latent, v is a view of k."""
     made = make_operands(point.problem, device, seed=seed)
     return made._replace(v=made.k[..., : point.problem.head_dim_v]) if point.latent else made
 
 
 def call_of(operands: Operands | CachedOperands, kernel: str = "auto") -> Callable[[], Tensor]:
-    """The step through the public door."""
+    """Returns the step as a public call."""
     if isinstance(operands, CachedOperands):
         layer = warpwave.CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
         return lambda: warpwave.attention_with_kv_cache(operands.q, layer, kernel=kernel)
@@ -95,7 +95,7 @@ def call_of(operands: Operands | CachedOperands, kernel: str = "auto") -> Callab
 
 
 def graph_of(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
-    """All calls, one after another, captured."""
+    """Returns a CUDA graph of all calls in turn."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -110,7 +110,7 @@ def graph_of(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 
 
 def measure(point: Point, read: Callable[[], Any], read_bytes: int, rounds: int, sheet_tbs: float) -> dict[str, Any]:
-    """Time and shares of one kind of step.
+    """Measures the time and the shares of one kind of step.
 
     Raises:
         RuntimeError: its result is wrong.
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = current_gpu(torch.device("cuda", torch.cuda.current_device()))
     sheet = catalog.data_sheet(gpu)
     if sheet is None:
-        print(f"the catalogue knows no memory bandwidth of {gpu.name}")
+        print(f"the catalog knows no memory bandwidth of {gpu.name}")
         return 2
     big = torch.empty(1 << 27, dtype=torch.int64, device="cuda")
     total = torch.zeros((), dtype=torch.int64, device="cuda")

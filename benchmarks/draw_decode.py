@@ -42,7 +42,7 @@ from warpwave.workbench.bench.workloads import Case
 BATCHES, KEYS, QUERIES = (1, 128), (1024, 131_072), (1, 16)
 MOST_BYTES = 2 << 30  # of K and V: calls are compiled in as many processes as the host has cores, each with its inputs
 PEERS = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flash_attention_4")
-# Batch, queries, keys, query and kv heads, keys of a page: calls that were behind a peer, or bound by latency.
+# Batch, queries, keys, query and kv heads, keys of a page: calls that were slower than a peer, or bound by latency.
 NAMED = (
     (24, 4, 5001, 64, 8, 0), (24, 4, 5001, 32, 4, 0), (200, 1, 777, 32, 8, 0), (4, 1, 4096, 32, 8, 0),
     (4, 1, 4096, 32, 8, 16), (1, 1, 8192, 32, 8, 16), (128, 2, 2048, 32, 8, 16), (128, 2, 2048, 32, 8, 0),

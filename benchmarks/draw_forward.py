@@ -51,7 +51,7 @@ PAIRS = ((192, 128), (64, 128), (128, 64), (96, 64))  # head_dim, head_dim_v
 ANY_LENGTHS = (256, 8192)
 MOST_HEADS = 32  # narrow heads by the hundred would take seconds
 
-# Calls that were behind a peer, or hardly ahead: tables as in a suite.
+# Calls that were slower than a peer, or hardly faster: tables as in a suite.
 LONG = {"batch": 4, "seqlen_q": 4096}
 EITHER = {"causal": [False, True]}
 NAMED: tuple[dict[str, Any], ...] = (

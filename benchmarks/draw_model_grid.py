@@ -129,8 +129,8 @@ def suite(grid: Grid) -> str:
 
 
 def takes(kernel: str, case: Case) -> bool:
-    """Whether a kernel can be timed on a case. The rule is stated here, because a kernel may later support more, which
-    would change the grid. `eager` reads packed lengths on the host, which a CUDA graph cannot capture."""
+    """Returns whether a kernel can be timed on a case. The rule is stated here, so that a grid stays the same when a
+    kernel later supports more. `eager` reads packed lengths on the host, which a CUDA graph cannot capture."""
     width, float32 = case["head_dim"], case["dtype"] == "float32"
     if "page_size" in case:
         return kernel == "split_kv"

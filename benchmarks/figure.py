@@ -50,10 +50,10 @@ def draw(cases: dict[str, dict[str, Measurement]], title: str, path: Path) -> No
     for axes, heading in ((full, "full"), (causal, "causal")):
         names = [name for name in cases if name.endswith("causal") == (heading == "causal")]
         width = 0.8 / len(contenders)
-        for i, (contender, (label, colour)) in enumerate(contenders.items()):
+        for i, (contender, (label, color)) in enumerate(contenders.items()):
             heights = [cases[name][contender].tflops if contender in cases[name] else 0 for name in names]
             places = [x + (i - (len(contenders) - 1) / 2) * width for x in range(len(names))]
-            axes.bar(places, heights, width, label=label, color=colour)
+            axes.bar(places, heights, width, label=label, color=color)
         axes.set_xticks(range(len(names)), [_tick(name) for name in names], fontsize=8)
         axes.set_title(heading, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)

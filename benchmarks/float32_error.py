@@ -43,7 +43,7 @@ def nearest(x: Tensor) -> Tensor:
 
 
 def cut(x: Tensor) -> Tensor:
-    """Rounds float64 towards zero to a float32, as float64."""
+    """Rounds float64 toward zero to a float32, as float64."""
     rounded = x.float()
     inner = torch.nextafter(rounded, torch.zeros_like(rounded))
     return torch.where(rounded.double().abs() > x.abs(), inner, rounded).double()
@@ -87,11 +87,11 @@ def parts(x: Tensor, arithmetic: str, scale: float | None = None) -> list[Tensor
 
 
 def product(a: Tensor, b: Tensor, acc: Tensor, arithmetic: str, scale: float | None = None) -> Tensor:
-    """`acc + a b` as `kernels.primitives.product` has it computed, or for two parts of float16
-    `kernels.hopper.split_float32`; all float64 that hold float32 values.
+    """Returns `acc + a b` as `kernels.primitives.product` computes it, or `kernels.hopper.split_float32` for two parts
+    of float16. All values are float32 numbers held in float64.
 
     Args:
-        scale: of a, where it is no operand of the call.
+        scale: of a, if a is not an input of the call.
     """
     step, rounding = (1, nearest) if arithmetic == "ieee" else (8 if arithmetic.startswith("tf32") else 16, cut)
     left, right = parts(a, arithmetic, scale), parts(b, arithmetic)

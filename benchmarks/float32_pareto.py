@@ -86,8 +86,8 @@ def draw(found: list[Point], title: str, path: Path) -> None:
     best = [point for point in found if point.best]
     axes.plot([p.time for p in best], [p.error for p in best], color="#1f6f8b", linewidth=0.8, zorder=1)
     for p in found:
-        colour = "#1f6f8b" if p.ours else "#e0a458"
-        axes.scatter([p.time], [p.error], s=34, color=colour if p.best else "white", edgecolor=colour, zorder=2)
+        color = "#1f6f8b" if p.ours else "#e0a458"
+        axes.scatter([p.time], [p.error], s=34, color=color if p.best else "white", edgecolor=color, zorder=2)
         axes.annotate(p.name, (p.time, p.error), textcoords="offset points", xytext=(6, 4), fontsize=8)
     axes.axhline(1, color="#8a8d91", linewidth=0.6)
     axes.axvline(1, color="#8a8d91", linewidth=0.6)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gradients OUT.json [--groups rows both drawn features biases steps] [--rounds 7] [--seed HASH]
 
-Groups of rows; heads * head_dim = 2048 where nothing else is said:
+Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
     both      the same calls, forward and backward together
     drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
@@ -106,7 +106,7 @@ class Row:
         return found
 
     def flops(self) -> float:
-        """Returns the useful ones of the backward: five products, of which head_dim has three."""
+        """Returns the useful FLOP of the backward: five products, three of them over head_dim."""
         return 2.0 * self.num_heads[0] * self.pairs() * (3 * self.head_dim + 2 * self.dim_v)
 
 
@@ -115,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What wants gradients, q, k and v first, what arrives at out, and what goes with the call."""
+    """The tensors that need gradients (q, k and v first), the gradient of out, and the other arguments of the call."""
 
     leaves: tuple[torch.Tensor, ...]
     dout: torch.Tensor
@@ -163,7 +163,7 @@ def ours(row: Row, given: Inputs, deterministic: bool = False) -> Callable[[], t
 
 
 def peers(row: Row, given: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Returns the forwards of others that have what the row needs; each may still refuse."""
+    """Returns the forwards of peers with the features of the row; each may still refuse."""
     q, k, v = given.leaves[:3]
     if not row.documents and row.window < 0 and not row.softcap:
 
@@ -235,7 +235,7 @@ def elapsed(step: Step, repeats: int) -> float:
 
 
 def paired(steps: dict[str, Step], rounds: int, budget_ms: float = 8.0) -> dict[str, list[float]]:
-    """Returns the times of each step, in rounds that go through all of them, to and fro."""
+    """Returns the times of each step; rounds go through all steps, forward and back in turn."""
     for step in steps.values():
         step()
         step()
@@ -293,7 +293,7 @@ def table() -> list[Row]:
 
 
 def drawn(seed: str) -> list[Row]:
-    """Returns shapes that no rule can have been fitted to."""
+    """Returns drawn shapes, to which no rule can have been fitted."""
     draw = random.Random(seed)
     rows = []
     for _ in range(DRAWN):

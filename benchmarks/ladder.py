@@ -109,7 +109,7 @@ def section(record: Path) -> str:
 
 
 def written(document: str, record: Path | None) -> str:
-    """The document with its measured section made from the record, or said to be missing."""
+    """Returns the document with its measured section made from the record, or stated to be missing."""
     if not SECTION.search(document):
         raise NoLadder(
             "the document has no section between '<!-- measured from ... -->' and '<!-- end of measured -->'"

@@ -23,15 +23,14 @@ import matplotlib.pyplot as plt
 
 from warpwave.workbench.bench.records import Measurement, read_records
 
-COLOURS = ("#1f6f8b", "#e0a458", "#6a994e", "#8a5a83", "#c1121f", "#8a8d91", "#2f3e46", "#b08968", "#577590")
+COLORS = ("#1f6f8b", "#e0a458", "#6a994e", "#8a5a83", "#c1121f", "#8a8d91", "#2f3e46", "#b08968", "#577590")
 
 
 Panels = dict[str, dict[str, dict[int, Measurement]]]  # title -> contender -> place on the axis -> its measurement
 
 
 def by_width(measurements: Iterable[Measurement]) -> Panels:
-    """Over head_dim, full and causal, of 16-bit calls at the seqlen that most widths were timed at; those with a time
-    alone."""
+    """Returns the timed 16-bit calls over head_dim, full and causal, at the seqlen at which most widths were timed."""
     timed = [m for m in measurements if m.timing is not None and m.problem.dtype != "float32" and not m.is_yardstick]
     widths: dict[int, set[int]] = collections.defaultdict(set)
     for m in timed:
@@ -48,7 +47,7 @@ def by_width(measurements: Iterable[Measurement]) -> Panels:
 
 
 def by_queries(measurements: Iterable[Measurement]) -> Panels:
-    """Over seqlen_q, for each number of keys; those with a time alone."""
+    """Returns the timed calls over seqlen_q, for each number of keys."""
     found: Panels = {}
     for m in sorted((m for m in measurements if m.timing is not None), key=lambda m: m.problem.seqlen_k):
         of_keys = found.setdefault(f"{m.problem.seqlen_k:,} keys", {})
@@ -63,7 +62,7 @@ OVER = {
 
 
 def crossovers(of_contenders: dict[str, dict[int, Measurement]]) -> list[tuple[int, str, float]]:
-    """For each place, the fastest accurate contender and its time in us."""
+    """Returns the fastest accurate contender and its time in us, for each place on the axis."""
     best: dict[int, tuple[str, float]] = {}
     for contender, of_width in of_contenders.items():
         for width, m in of_width.items():
@@ -75,20 +74,20 @@ def crossovers(of_contenders: dict[str, dict[int, Measurement]]) -> list[tuple[i
 
 
 def draw(found: Panels, title: str, label: str, path: Path) -> None:
-    """All panels."""
+    """Draws all panels."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "warpwave", "svg.fonttype": "path"})
     figure, panels = plt.subplots(1, len(found), figsize=(9, 4.2), sharey=True, layout="constrained", squeeze=False)
     names = list(dict.fromkeys(name for of_panel in found.values() for name in of_panel))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
     for axes, (heading, of_contenders) in zip(panels[0], found.items(), strict=True):
         best = {place: us for place, _, us in crossovers(of_contenders)}
         for name, of_place in of_contenders.items():
             points = [(x, m) for x, m in sorted(of_place.items()) if x in best and m.timing is not None]
             ratios = [m.timing.median_us / best[x] for x, m in points if m.timing is not None]
-            axes.plot([x for x, _ in points], ratios, color=colours[name], linewidth=1.2, label=name)
+            axes.plot([x for x, _ in points], ratios, color=colors[name], linewidth=1.2, label=name)
             for (x, m), ratio in zip(points, ratios, strict=True):
                 right = m.verdict is not None and m.verdict.passed
-                axes.plot(x, ratio, "o", color=colours[name], markerfacecolor=None if right else "white", markersize=4)
+                axes.plot(x, ratio, "o", color=colors[name], markerfacecolor=None if right else "white", markersize=4)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         ticks = sorted(best)
@@ -109,7 +108,7 @@ def draw(found: Panels, title: str, label: str, path: Path) -> None:
 
 
 def table(found: Panels, label: str) -> str:
-    """Markdown: TFLOP/s of every contender at every place, those not accurate enough in brackets."""
+    """Returns the TFLOP/s of every contender at every place as Markdown; brackets mark those not accurate enough."""
     names = list(dict.fromkeys(name for of_panel in found.values() for name in of_panel))
     lines = [f"| {label} | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
     for heading, of_contenders in found.items():
@@ -125,7 +124,7 @@ def table(found: Panels, label: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Reads the two paths and does it."""
+    """Draws the figure and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("out", type=Path)

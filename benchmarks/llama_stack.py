@@ -3,17 +3,17 @@
     python -m benchmarks.llama_stack OUT.json [--seconds 240] [--rounds 5] [--rows prefill train decode generate]
 
 8 layers of hidden size 4096, 32 heads on 8, head_dim 128, bfloat16, random weights. Four rows: a prefill of 8,192
-tokens; a training step of 8,192 tokens with fused AdamW; 256 greedy steps behind the prefill, with a dynamic cache, not
+tokens; a training step of 8,192 tokens with fused AdamW; 256 greedy steps after the prefill, with a dynamic cache, not
 compiled; 256 greedy steps of `generate` with a static cache, which transformers compiles and replays as CUDA graphs on
 a GPU. Before anything is timed, logits are compared with those of the same weights in float32. Rounds go through the
-implementations to and fro; a ratio is the median over rounds of the other's time over ours. The share of attention in
-a step is the time of the layers' attention calls alone, over the step's.
+implementations forward and back in turn; a ratio is the median over rounds of the other's time over ours. The share of
+attention in a step is the time of the layers' attention calls alone, over the step's.
 
-OUT.json is written anew after every part, so that a run that is cut short leaves what it measured. `--seconds` bounds
-the run: each row gets an equal part of the time that is left, and takes as many rounds as fit, one at least. Compiling
-the steps of `generate` takes about a minute for each implementation, beyond that bound if need be. An
-implementation that fails in a row is left out of that row, with the error. FlashAttention-4 takes part if transformers
-accepts `flash_attention_4`, which needs the distribution `flash-attn-4`.
+OUT.json is rewritten after every part, so an interrupted run keeps its measurements. `--seconds` bounds the run: each
+row gets an equal part of the time that is left, and takes as many rounds as fit, one at least. Compiling the steps of
+`generate` takes about a minute for each implementation, beyond that bound if necessary. An implementation that fails in
+a row is left out of that row, with the error. FlashAttention-4 takes part if transformers accepts `flash_attention_4`,
+which needs the distribution `flash-attn-4`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def warmed(steps: dict[str, Step]) -> tuple[dict[str, Step], dict[str, str]]:
 
 
 def paired(steps: dict[str, Step], rounds: int, until: float) -> dict[str, list[float]]:
-    """Returns the times of each step, in rounds that go through all of them, to and fro; one round at least."""
+    """Returns the times of each step, in at least one round; rounds go through all steps, forward and back in turn."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds):
         for name in list(steps) if i % 2 else list(steps)[::-1]:
@@ -128,7 +128,7 @@ def prefill(model: Any, name: str, ids: torch.Tensor) -> float:
 
 
 def decode(model: Any, name: str, ids: torch.Tensor, steps: int, tokens: dict[str, list[int]]) -> float:
-    """Returns the milliseconds of a greedy step behind a prefill, and keeps the tokens."""
+    """Returns the milliseconds of a greedy step after a prefill, and keeps the tokens."""
     model.set_attn_implementation(name)
     chosen: list[torch.Tensor] = []
     with torch.no_grad():
@@ -147,7 +147,7 @@ def decode(model: Any, name: str, ids: torch.Tensor, steps: int, tokens: dict[st
 
 
 def generate(model: Any, name: str, ids: torch.Tensor, steps: int) -> float:
-    """Returns the milliseconds of a step of `generate` with a static cache, behind the first token."""
+    """Returns the milliseconds of a step of `generate` with a static cache, after the first token."""
     model.set_attn_implementation(name)
     ended: list[float] = []
 

@@ -62,7 +62,7 @@ class Judged:
 
 
 def kind_of(problem: AttentionProblem) -> str:
-    """The kind of a call: the first that fits, from the most special on."""
+    """Returns the kind of a call: the first that fits, from the most special to the most general."""
     sizes = (problem.head_dim, problem.head_dim_v)
     if problem.packed:
         return "packed"
@@ -84,10 +84,10 @@ def kind_of(problem: AttentionProblem) -> str:
 
 
 def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
-    """Every point of a suite with its time as predicted now, by the config that the kernel chooses.
+    """Returns every point of a suite with its predicted time, for the config that the kernel chooses.
 
-    As `bench` measures: where the fastest kernel of a case takes less than 50 us a CUDA graph replays all of them, and
-    their inputs stay in L2. Which it will be is measured, so that both are predicted.
+    If the fastest kernel of a case takes less than 50 us, `bench` replays all of its kernels in a CUDA graph, and their
+    inputs stay in L2. The measurement decides, so both times are predicted.
     """
     from benchmarks.calibration_points import forward_of, gradient_kernels
     from warpwave import dispatch
@@ -131,10 +131,10 @@ def _fitted_to(of: Calibration, of_gradients: bool = False) -> list[str]:
 
 
 def judge(record: Path) -> dict[str, Any]:
-    """Every point of a record with its prediction, and whose predictions they are.
+    """Returns every point of a record with its prediction, and the calibration that predicted.
 
     Raises:
-        NoVerdict: the record has no time of ours, or one that the predictions beside it do not have.
+        NoVerdict: the record has no time of ours, or the predictions beside it lack one.
     """
     from benchmarks import calibrate_model, calibration_points
     from warpwave.workbench.hardware.catalog import find, gpu_of
@@ -152,7 +152,7 @@ def judge(record: Path) -> dict[str, Any]:
         fitted = calibrate_model.gradient_records("h200", "fit")
         points = calibrate_model.unseen(points, [p for path in fitted for p in calibration_points.points(path)])
     if sheet is None or not points:
-        raise NoVerdict(f"{record.name} has no times of our kernels on a GPU that the catalogue knows")
+        raise NoVerdict(f"{record.name} has no times of our kernels on a GPU of the catalog")
     gpu, shipped = gpu_of(sheet), calibrations()[sheet.key]
     calibrated, fitted_to = shipped.date, _fitted_to(shipped, of_gradients)
     before = record.with_name(record.stem + PREDICTED)
@@ -188,7 +188,7 @@ def judge(record: Path) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> str:
-    """The verdict in a sentence, by kernel, by kind, and the worst points with their remainder."""
+    """Returns the verdict in a sentence, by kernel and by kind, and the worst points with their remainders."""
     points = [Judged(**fields) for fields in data["points"]]
     of_all = residuals([point.ratio for point in points])
     median_met, within_met = of_all.median <= GOAL_MEDIAN, of_all.within_20 >= GOAL_WITHIN
@@ -225,7 +225,7 @@ def tables(data: dict[str, Any]) -> str:
 
 
 def fit_table(of: Calibration) -> str:
-    """Of each loop, how well points were predicted that its fit had not seen; and how well round constants do."""
+    """Returns the errors on points that a loop's fit had not seen, for each loop, and those of round constants."""
     lines = [
         f"{of.gpu.upper()}, {of.date} (`warpwave/workbench/model/calibrated/{of.gpu}.json`):",
         "",
@@ -264,7 +264,7 @@ def _us(us: float) -> str:
 
 
 def written(document: str) -> str:
-    """The document with every verdict made from its file; one whose file is not there yet says so.
+    """Returns the document with every verdict made from its file, or stated to be missing.
 
     Raises:
         NoVerdict: the document has no place for any.
@@ -284,7 +284,7 @@ def written(document: str) -> str:
 
 
 def main() -> int:
-    """The command. Returns its exit code."""
+    """Runs the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--judge", type=Path, metavar="RECORD", help="a record of a grid, not judged yet")
     parser.add_argument("--predict", metavar="SUITE", help="write what is predicted for a suite file to --out")
@@ -295,14 +295,14 @@ def main() -> int:
     try:
         if asked.predict is not None:
             if asked.out.exists():
-                raise NoVerdict(f"{asked.out.name} is there: predictions are written once, before the grid is measured")
+                raise NoVerdict(f"{asked.out.name} already exists; predictions are written once, before measuring")
             asked.out.write_text(json.dumps(predictions(asked.predict), indent=1) + "\n", encoding="utf-8")
             print(f"{len(json.loads(asked.out.read_text(encoding='utf-8'))['points'])} predictions in {asked.out}")
             return 0
         if asked.judge is not None:
             out = asked.judge.with_name(asked.judge.stem + SUFFIX)
             if out.exists():
-                raise NoVerdict(f"{out.name} is there: a verdict is made once")
+                raise NoVerdict(f"{out.name} already exists; a verdict is made once")
             out.write_text(json.dumps(judge(asked.judge), indent=1) + "\n", encoding="utf-8")
             print(tables(json.loads(out.read_text(encoding="utf-8"))))
         DOC.write_text(written(DOC.read_text(encoding="utf-8")), encoding="utf-8")

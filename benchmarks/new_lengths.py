@@ -29,13 +29,13 @@ Call = Callable[[], Any]
 
 
 def dense(seqlen: int, head_dim: int = HEAD_DIM) -> Call:
-    """Causal prefill of one sequence."""
+    """Returns a causal prefill of one sequence."""
     q, k, v = (torch.empty(1, seqlen, HEADS, head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     return lambda: warpwave.attention(q, k, v, causal=True)
 
 
 def packed(seqlen: int) -> Call:
-    """Causal prefill of four packed sequences, the longest of half the tokens."""
+    """Returns a causal prefill of four packed sequences, the longest with half of the tokens."""
     q, k, v = (torch.empty(seqlen, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     offsets = torch.tensor([0, seqlen // 2, 3 * seqlen // 4, seqlen, seqlen], dtype=torch.int32, device="cuda")
     half = seqlen // 2
@@ -45,7 +45,7 @@ def packed(seqlen: int) -> Call:
 
 
 def cached(pages: int, page_size: int) -> Call:
-    """One token of each of eight sequences of 1,024 tokens, by a page table that has room for `pages` pages each."""
+    """Returns a decode step of eight sequences of 1,024 tokens, with a page table of `pages` pages for each."""
     used, batch, heads_q = 1024, 8, 4 * HEADS
     k, v = _pool(page_size)
     q = torch.empty(batch, 1, heads_q, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -108,14 +108,14 @@ def memory(make: Callable[[int], Call], lengths: list[int], rounds: int = 10) ->
 
 
 def main() -> None:
-    """Prints the record, and writes it where asked."""
+    """Prints the record, and writes it if asked."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--lengths", type=int, default=1000)
     parser.add_argument("--memory", type=int, default=10_000)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     drawn = random.Random(0)
-    # No length twice, so that each is new. Calls of other ones before have met every variant and config.
+    # Every length occurs once, so each is new. Earlier calls of other lengths have compiled every variant and config.
     lengths = drawn.sample(range(600, 16_000), arguments.lengths + 100)
     found: dict[str, Any] = {
         "what": "host us of calls at lengths never seen before (python3 -m benchmarks.new_lengths)",

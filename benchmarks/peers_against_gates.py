@@ -23,19 +23,19 @@ from tests.conformance.gates import forward_references, judge_forward
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 as torch ships it: out and lse, (batch, heads, seqlen, ...)."""
+    """Runs the FlashAttention-2 of torch; returns out and lse, (batch, heads, seqlen, ...)."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return out, lse
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """cuDNN, likewise."""
+    """Runs cuDNN; returns out and lse."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return out, lse.reshape(q.shape[:3])
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """The memory-efficient kernel, likewise; its lse is padded."""
+    """Runs the memory-efficient kernel; returns out and lse, without its padding."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
     return out, lse[..., : q.shape[2]]
 
@@ -48,7 +48,7 @@ PEERS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[str, ...]]] =
 
 
 def measure(case: cases.Case, data: Any, contender: str, call_peer: Callable[..., Any] | None) -> dict[str, Any]:
-    """The needed constants of one contender on one case."""
+    """Returns the constants that one contender needs on one case."""
     call = cases.build(case, data, torch.device("cuda"))
     if call_peer is None:
         out, lse = harness.run("flash_fwd", call)

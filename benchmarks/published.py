@@ -5,7 +5,7 @@
     python -m benchmarks.published --check    exit code 1 if a file is not what the points and the model give
 
 `benchmarks/published_points.csv` has the points with their sources. Published kernels are not warpwave's, so a ratio
-tests whether a prediction is plausible. A bound has to hold for every kernel that accumulates in float32.
+shows only whether a prediction is plausible. A bound has to hold for every kernel that accumulates in float32.
 """
 
 from __future__ import annotations

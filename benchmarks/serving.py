@@ -32,7 +32,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def decode(batch: int, seqlen_k: int, page_size: int) -> AttentionProblem:
-    """One query of each of `batch` sequences of `seqlen_k` tokens."""
+    """Returns a decode step of `batch` sequences of `seqlen_k` tokens."""
     return AttentionProblem(
         batch=batch, seqlen_q=1, seqlen_k=seqlen_k, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
         dtype="bfloat16", softmax_scale=default_scale(128), page_size=page_size,
@@ -40,7 +40,7 @@ def decode(batch: int, seqlen_k: int, page_size: int) -> AttentionProblem:
 
 
 def on_cache(operands: Any, layer: CacheLayer | None = None, **options: Any) -> Call:
-    """The public call on operands as `make_operands` lays them out, or on their queries and this cache."""
+    """Returns the public call on the operands of `make_operands`, or on their queries and this cache."""
     layer = layer or CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
     return lambda: attention_with_kv_cache(operands.q, layer, **options)
 
@@ -56,14 +56,14 @@ def agree(calls: dict[str, Call]) -> None:
 
 
 def device_times(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, Samples]:
-    """Interleaved, in a CUDA graph where there is one."""
+    """Returns interleaved device times, of CUDA graphs on a GPU."""
     agree(calls)
     mode = "graph" if device.type == "cuda" else "auto"
     return time_interleaved(calls, device=device, rounds=rounds, mode=mode, warmup_s=0.02, sample_s=0.01)
 
 
 def versus(name: str, times: dict[str, Samples]) -> str:
-    """One line: the first time, the second, and by how much they differ, round by round."""
+    """Returns a line with both times and the median of their paired differences."""
     (plain, a), (other, b) = times.items()
     ratio = paired_ratio(b, a)
     return (
@@ -72,7 +72,7 @@ def versus(name: str, times: dict[str, Samples]) -> str:
 
 
 def pages(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
-    """What the same keys and values cost from pages, round by round, against one tensor."""
+    """Returns the cost of pages relative to one tensor with the same keys and values."""
     dense = make_operands(decode(batch, seqlen_k, 0), device)
     calls: dict[str, Call] = {"contiguous": lambda: attention(dense.q, dense.k, dense.v)}
     for size in (size for size in PAGE_SIZES if seqlen_k % size == 0):
@@ -91,14 +91,14 @@ def pages(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
 
 
 def invariance(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
-    """What the same bits alone and among others cost."""
+    """Returns the cost of batch invariance."""
     operands = make_operands(decode(batch, seqlen_k, 16), device)
     calls = {"free": on_cache(operands), "batch-invariant": on_cache(operands, batch_invariant=True)}
     return versus(f"batch invariance, {batch} x {seqlen_k}", device_times(calls, device, rounds))
 
 
 def prefix(batch: int, seqlen_k: int, shared: int, device: torch.device, rounds: int) -> str:
-    """What reading a shared prefix once saves."""
+    """Returns the gain of reading a shared prefix once."""
     operands = make_operands(decode(batch, seqlen_k, 64), device)
     operands.page_table[:, : shared // 64] = operands.page_table[:1, : shared // 64]
     calls = {"each": on_cache(operands), "once": on_cache(operands, shared_prefix=shared)}
@@ -106,7 +106,7 @@ def prefix(batch: int, seqlen_k: int, shared: int, device: torch.device, rounds:
 
 
 def host(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
-    """Host time of an eager call on a cache, of one that writes its new token too, and of SDPA without a cache."""
+    """Returns the host time of an eager call on a cache, without and with a new token, and of SDPA without a cache."""
     problem = decode(batch, seqlen_k, 16)
     operands = make_operands(problem, device)
     k_new, v_new = (torch.zeros(batch, 1, 8, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -124,11 +124,11 @@ def host(batch: int, seqlen_k: int, device: torch.device, rounds: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--small", action="store_true", help="short caches, to see that everything runs")
+    parser.add_argument("--small", action="store_true", help="short caches, as a smoke test")
     chosen = parser.parse_args(arguments)
     if chosen.rounds < 1:
         parser.error("--rounds must be at least 1")

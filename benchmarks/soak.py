@@ -24,7 +24,7 @@ import torch
 
 from warpwave import InvalidInput, OutOfPages, PagedKVCache, attention_with_kv_cache
 
-CLOSE = 2e-2  # of the largest of an output, bfloat16's steps and P's rounding included
+CLOSE = 2e-2  # of the largest element of an output, bfloat16's steps and P's rounding included
 GROWTH_ALLOWED = {"device": 2**20, "host": 64 * 2**20}  # bytes after the first tenth of the run
 CUT = 9  # tokens at the most that are taken back, or that a fork leaves out
 SLACK = 10 * CUT  # tokens kept beyond what the window shows, for the window of those that are left after several cuts
@@ -32,11 +32,11 @@ EVENTS = ("prompt", "prompt", "fork", "end", "cut", "evict", "evict")
 
 
 class Soak:
-    """The cache, and what it should hold.
+    """A cache and its expected contents.
 
     Args:
-        device: where it runs.
-        seed: of what happens and of the bank.
+        device: the cache's device.
+        seed: of the events and of the bank.
         max_batch, max_seqlen, num_pages: of the cache; the pages are too few for all sequences at their longest.
         heads, head_dim: query and kv heads, and their width.
         window: keys that a query sees before its own.
@@ -80,7 +80,7 @@ class Soak:
                 self.out = self._step()
 
     def _step(self) -> torch.Tensor:
-        """Every sequence's last token is written, and asks."""
+        """Writes the last token of every sequence and attends with its query."""
         k, v = (bank[self.numbers][:, None] for bank in (self.bank_k, self.bank_v))
         out: torch.Tensor = attention_with_kv_cache(
             self.q, self.cache.layers[0], k_new=k, v_new=v, window_size=(self.window, 0)
@@ -88,7 +88,7 @@ class Soak:
         return out
 
     def event(self) -> None:
-        """Something that happens to one sequence."""
+        """Applies a random event to one sequence."""
         kind, rows = self.chance.choice(EVENTS), sorted(self.held)
         if kind == "prompt" or not rows:
             kind = "prompt"
@@ -125,12 +125,12 @@ class Soak:
         self.happened[kind] += 1
 
     def end(self, row: int) -> None:
-        """A sequence ends."""
+        """Ends a sequence."""
         self.cache.free(row)
         del self.held[row]
 
     def step(self) -> None:
-        """A token for every sequence; where pages run out or a sequence is as long as it may be, one ends first."""
+        """Appends a token to every sequence; if pages run out or a sequence has its full length, one ends first."""
         for row in [row for row, tokens in self.held.items() if len(tokens) == self.max_seqlen]:
             self.end(row)
             self.happened["full length"] += 1
@@ -153,7 +153,7 @@ class Soak:
             self.graph.replay()
 
     def check(self) -> None:
-        """One sequence's output, and the books."""
+        """Checks one sequence's output, and the cache's bookkeeping."""
         row = self.chance.choice(sorted(self.held))
         seen = torch.tensor(self.held[row][-self.window - 1 :], device=self.device)
         k, v, q = self.bank_k[seen].double(), self.bank_v[seen].double(), self.q[row, 0].double()
@@ -177,16 +177,16 @@ class Soak:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes held on the device, and the most that the process has held on the host."""
+    """Returns the bytes allocated on the device, and the process's largest resident memory on the host."""
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return {"device": held, "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def soak(steps: int, device: torch.device, seed: int = 0, check_every: int = 20, **sizes: Any) -> Soak:
-    """Runs `steps` steps and returns what came of it.
+    """Runs `steps` steps; the result has the counts of events.
 
     Raises:
-        SystemExit: an output, the books or memory are not what they must be; the message says which, and at what step.
+        SystemExit: an output, the bookkeeping or memory is wrong; the message names it and the step.
     """
     run = Soak(device, seed, **sizes)
     before: dict[str, int] = {}
@@ -209,7 +209,7 @@ def soak(steps: int, device: torch.device, seed: int = 0, check_every: int = 20,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=100_000)

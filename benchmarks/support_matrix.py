@@ -76,10 +76,10 @@ class Run:
     """A conformance run on a GPU.
 
     Args:
-        gpu, arch, date, torch, triton, record: as docs/support.toml has them.
-        passed: kernel -> tests passed, over all parts of the log, of those of which none failed.
-        dropout: whether it had the calls with dropout (`cases.DROPOUT`), which are no part of the grid.
-        quantized: whether it had the grid of quantized calls.
+        gpu, arch, date, torch, triton, record: from docs/support.toml.
+        passed: kernel -> tests passed, over all parts of the log; kernels without a failure only.
+        dropout: whether it included the calls with dropout (`cases.DROPOUT`), which are not in the grid.
+        quantized: whether it included the grid of quantized calls.
     """
 
     gpu: str
@@ -95,7 +95,7 @@ class Run:
 
 @cache
 def runs() -> tuple[Run, ...]:
-    """The conformance runs, with what their logs say of each kernel."""
+    """Returns the conformance runs, with the results of each kernel from their logs."""
     found = []
     for entry in tomllib.loads(FACTS.read_text(encoding="utf-8"))["run"]:
         log = (ROOT / entry["record"]).read_text(encoding="utf-8")
@@ -114,7 +114,7 @@ def runs() -> tuple[Run, ...]:
 
 @cache
 def compile_records() -> tuple[dict[str, Any], ...]:
-    """The lines of the compile records that are there."""
+    """Returns the lines of all compile records."""
     entries = tomllib.loads(FACTS.read_text(encoding="utf-8")).get("compiled", [])
     texts = [(ROOT / entry["record"]).read_text(encoding="utf-8") for entry in entries]
     return tuple(json.loads(line) for text in texts for line in text.splitlines())
@@ -122,7 +122,7 @@ def compile_records() -> tuple[dict[str, Any], ...]:
 
 @cache
 def compiled_points() -> frozenset[tuple[str, str, int, str]]:
-    """(kernel, dtype, head_dim, feature) that tests/compile compiles for each of its targets."""
+    """Returns each (kernel, dtype, head_dim, feature) that tests/compile compiles for each of its targets."""
     points: set[tuple[str, str, int, str]] = {("flash_fwd", *point) for point in test_targets.FULL} | {
         *test_ladder.FULL
     }
@@ -142,7 +142,7 @@ def compiled_points() -> frozenset[tuple[str, str, int, str]]:
 
 
 def _points_of_split_kv() -> set[tuple[str, str, int, str]]:
-    """Those of its calls on dense or packed keys that have one feature at the most."""
+    """Returns its calls on dense or packed keys that have at most one feature."""
     of_field = {"causal": "causal", "window_size": "window", "mask_shape": "mask", "bias_shape": "bias"}
     of_field |= {"alibi_shape": "alibi", "softcap": "softcap and sinks", "has_sinks": "softcap and sinks"}
     of_field |= {"packed": "packed"}
@@ -158,7 +158,7 @@ def _points_of_split_kv() -> set[tuple[str, str, int, str]]:
 
 @cache
 def compiled_archs(kernel: str) -> frozenset[str]:
-    """Targets that a kernel is compiled for."""
+    """Returns the targets that a kernel is compiled for."""
     recorded = {r["arch"] for r in compile_records() if r["kernel"] == kernel}
     return frozenset(recorded | (set(test_targets.TARGETS) if kernel in _in_tests() else set()))
 
@@ -170,7 +170,7 @@ def _in_tests() -> frozenset[str]:
 
 
 def problem(dtype: str = "bfloat16", dims: tuple[int, int] = (128, 128), **change: Any) -> AttentionProblem:
-    """A call of the matrix."""
+    """Returns a call of the matrix."""
     name, _, precision = dtype.partition(":")
     if dtype in QUANTIZED:
         block = 0 if change.get("packed") else 64
@@ -193,13 +193,14 @@ def problem(dtype: str = "bfloat16", dims: tuple[int, int] = (128, 128), **chang
 
 
 class Notes:
-    """Reasons as numbered notes, each once."""
+    """Reasons as numbered notes without duplicates."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def mark(self, reasons: Sequence[str], gpu: Gpu) -> str:
-        """What a cell says of a refusal: the first of its reasons, without the sizes and names of this one case."""
+        """Returns the number of the note with the first reason of a refusal, without the sizes and names of this
+        case."""
         text = reasons[0].replace(f"found {gpu.name} ({gpu.arch}); ", "").replace(gpu.arch, "this architecture")
         text = re.sub(r"^(head_dim(_v)?) is \d+; ", r"\1: ", text)
         if text not in self.texts:
@@ -210,13 +211,13 @@ class Notes:
 def evidence(
     kernel: Any, gpu: Gpu, *, conformance: Sequence[tuple[str, Any]], point: tuple[str, int, str] | None
 ) -> str:
-    """How far a call that the kernel accepts has been shown to be right there.
+    """Returns the strongest evidence that a call that the kernel accepts is right on a GPU.
 
     Args:
         kernel: the module.
-        gpu: where.
+        gpu: the GPU.
         conformance: (feature, value) pairs of the call; the grids of tests/conformance must hold all of them.
-        point: (dtype, head_dim, feature) as tests/compile names it, or None where it compiles no such call.
+        point: (dtype, head_dim, feature) of tests/compile, or None if it compiles no such call.
     """
     is_quantized = dict(conformance).get("dtype") in QUANTIZED.values()
     small, full = (cases.QUANTIZED_SMALL, cases.QUANTIZED_FULL) if is_quantized else (cases.SMALL, cases.FULL)
@@ -245,13 +246,13 @@ def _values(grid: Mapping[str, Sequence[Any]], feature: str) -> Sequence[Any]:
 
 
 def devices(kernel: Any) -> list[Gpu]:
-    """Where a kernel could be asked for: every architecture, CPUs, and the interpreter where it is a Triton kernel."""
+    """Returns the devices of a kernel's rows: every architecture, CPUs, and the interpreter for a Triton kernel."""
     found = [CPU, *(Gpu.for_arch(arch) for arch in ARCHS)]
     return [INTERPRETER, *found] if kernel.NEEDS_GPU else found
 
 
 def cell(kernel: Any, gpu: Gpu, call: AttentionProblem, notes: Notes, **shown: Any) -> str:
-    """What the table says of one call."""
+    """Returns the cell of one call."""
     _, behind = dispatch.forward_of(call, gpu, kernel.NAME)
     if behind and not kernel.why_not(replace(call, requires_grad=False, return_lse=True), gpu):
         return f"by `{behind}`"
@@ -260,7 +261,7 @@ def cell(kernel: Any, gpu: Gpu, call: AttentionProblem, notes: Notes, **shown: A
 
 
 def dims_rows(kernel: Any, notes: Notes, dtypes: Sequence[str] = DTYPES) -> list[list[str]]:
-    """Rows of devices and dtypes, a cell for each head_dim; equal rows together."""
+    """Returns rows of devices and dtypes with a cell for each head_dim; equal rows are merged."""
     by_device: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for gpu in devices(kernel):
         rows: dict[tuple[str, ...], list[str]] = {}
@@ -289,7 +290,7 @@ def dims_rows(kernel: Any, notes: Notes, dtypes: Sequence[str] = DTYPES) -> list
 
 
 def feature_rows(kernel: Any, notes: Notes) -> tuple[list[str], list[list[str]]]:
-    """(groups of devices, rows of features): what each feature does on a plain call of 128."""
+    """Returns (groups of devices, rows of features): each feature added to a plain call with head_dim 128."""
     columns: dict[tuple[str, ...], list[str]] = {}
     for gpu in devices(kernel):
         dtype = "float32" if gpu is CPU else "bfloat16"
@@ -316,7 +317,7 @@ def _name(gpu: Gpu) -> str:
 
 
 def overview() -> list[list[str]]:
-    """A row for each device: whether each kernel takes a plain call there, and the furthest that it got."""
+    """Returns a row for each device: whether each kernel accepts a plain call, and its strongest evidence."""
     rows = []
     for gpu in (CPU, INTERPRETER, *(Gpu.for_arch(arch) for arch in ARCHS)):
         row = [_name(gpu)]
@@ -333,7 +334,7 @@ def overview() -> list[list[str]]:
 
 
 def _in_words(kernel: Any, gpu: Gpu) -> str:
-    """The furthest that a kernel got on a device, with any call."""
+    """Returns the strongest evidence of a kernel on a device, over all calls."""
     if gpu.is_cpu:
         return "interpreted by the tests" if gpu is INTERPRETER else "run by the tests"
     there = [run for run in runs() if run.arch == gpu.arch and kernel.NAME in run.passed]
@@ -348,19 +349,19 @@ def _in_words(kernel: Any, gpu: Gpu) -> str:
 
 
 def _cards_of_archs() -> dict[str, str]:
-    """Architecture -> the cards of it that something was run on."""
+    """Returns architecture -> the cards on which something was run."""
     archs = dict.fromkeys(run.arch for run in runs())
     return {arch: ", ".join(dict.fromkeys(run.gpu for run in runs() if run.arch == arch)) for arch in archs}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Returns a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     names = [kernel.NAME for kernel in dispatch.KERNELS]
     parts = [
         "# Support matrix",
@@ -381,7 +382,7 @@ def page() -> str:
                 [f"`{INTERPRETED}`", "run there in Triton's interpreter: the kernel's logic, without compiler and GPU"],
                 [f"`{COMPILED}`", "compiled by `tests/compile`, with bounds on registers and shared memory; never run"],
                 [f"`{ACCEPTED}`", "accepted by the kernel; no test tries exactly this combination"],
-                ["by `flash_bwd`", "gradients by that kernel, behind this forward ([gradients](kernels/gradients.md))"],
+                ["by `flash_bwd`", "gradients by that kernel, after this forward ([gradients](kernels/gradients.md))"],
                 ["`no 1`", "refused, for the reason with that number below the tables; naming the kernel raises it"],
             ],
         ),

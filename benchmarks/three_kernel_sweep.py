@@ -47,8 +47,8 @@ WAYS = (("triton", "triton"), ("fused", "triton"), ("library", "triton"), ("libr
 
 
 def space(problem: AttentionProblem, gpu: Gpu, *, num_stages: int = 3) -> Iterator[tuple[Config, str]]:
-    """Every config, and why it cannot run there, empty where it can. What no epilogue or library call can vary is not
-    varied: softmax threads where the softmax is fused, tiles where both products are torch's."""
+    """Returns every config with the reason why it cannot run, empty if it can. Fields without an effect are not varied:
+    softmax threads if the softmax is fused, tiles if both products are torch's."""
     default = three_kernel.configs(problem, gpu)[0]
     for way in WAYS:
         for block_m, block_n, block_k, num_warps in (*REPORTED, *OTHERS):
@@ -84,7 +84,7 @@ def _refusal(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
 
 
 def measure(problem: AttentionProblem, operands: Any, sample: Sample, config: Config, rounds: int) -> dict[str, Any]:
-    """One line of the record."""
+    """Measures one config; returns a line of the record."""
     line: dict[str, Any] = {"kind": "sweep", "config": dataclasses.asdict(config)}
     try:
         run = three_kernel.bind(problem, operands, config)
@@ -120,7 +120,7 @@ COLUMNS = ("whole", *STAGES, "gaps", "eager")
 
 
 def row(config: Config, line: dict[str, Any], heads: int, warp_size: int) -> str:
-    """A config as a line of the table."""
+    """Returns a config as a line of the table."""
     softmax = "epilogue" if config.scores == "fused" else f"{config.softmax_warps * warp_size}"
     name = f"{config.scores}/{config.values} {config.block_m}x{config.block_n}x{config.block_k}, {softmax}"
     if "refusal" in line:
@@ -130,10 +130,10 @@ def row(config: Config, line: dict[str, Any], heads: int, warp_size: int) -> str
 
 
 def sweep(problem: AttentionProblem, device: torch.device, rounds: int, record: TextIO | None) -> list[dict[str, Any]]:
-    """Measures the whole space, printing each config as it is done.
+    """Measures the whole space, and prints each config when it is measured.
 
     Returns:
-        The lines of the record, fastest first, those refused last.
+        The lines of the record, fastest first, refused configs last.
     """
     gpu, heads = current_gpu(device), problem.batch * problem.num_heads_q
     operands = make_operands(problem, device)
@@ -141,7 +141,7 @@ def sweep(problem: AttentionProblem, device: torch.device, rounds: int, record: 
     print(f"{problem.describe()} on {gpu.name}; us for each of {heads} heads")
     print(f"{'products, tile, softmax threads':<44} {' '.join(f'{c:>9}' for c in COLUMNS)}")
     print(
-        f"{f'any, {UNSAYABLE}':<44} cannot be said in Triton: a block is whole warps, {gpu.warp_size} threads at least"
+        f"{f'any, {UNSAYABLE}':<44} is not possible in Triton: a block is whole warps, at least {gpu.warp_size} threads"
     )
     lines = []
     for config, refusal in space(problem, gpu):
@@ -159,7 +159,7 @@ def sweep(problem: AttentionProblem, device: torch.device, rounds: int, record: 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, value in (("batch", 1), ("heads", 16), ("seqlen", 1024), ("head-dim", 64), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     if min(a.batch, a.heads, a.seqlen, a.head_dim, a.rounds) < 1:
         parser.error("sizes and rounds must be at least 1")
     if not torch.cuda.is_available():
-        print("there is no GPU here to time three_kernel on", file=sys.stderr)
+        print("this machine has no GPU to time three_kernel on", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     problem = AttentionProblem(

@@ -39,7 +39,7 @@ class Layer(torch.nn.Module):
         self.back = torch.nn.Linear(head_dim * num_heads_q, width, bias=False)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, (batch, seqlen, heads, head_dim)."""
+        """Returns q, k and v, (batch, seqlen, heads, head_dim)."""
         x = F.rms_norm(x, x.shape[-1:])
         q, k, v = self.into(x).unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
         return q, k, v
@@ -49,7 +49,7 @@ class Layer(torch.nn.Module):
 
 
 def ours(kernel: str) -> Attend:
-    """Through warpwave, by one kernel or by `auto`."""
+    """Returns a layer's attention by warpwave, with one kernel or `auto`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, wide: bool) -> Tensor:
         window = (-1, -1) if wide else (WINDOW - 1, 0)
@@ -59,7 +59,7 @@ def ours(kernel: str) -> Attend:
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, wide: bool) -> Tensor:
-    """Through torch, with a mask for the window."""
+    """Computes a layer's attention with torch, with a mask for the window."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None
     if not wide:
@@ -71,21 +71,21 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, wide: bool) -> Tensor:
 
 
 def run(layers: torch.nn.ModuleList, x: Tensor, attend: Attend) -> Tensor:
-    """The layers, one after another."""
+    """Runs all layers in turn."""
     for layer in layers:
         x = layer(x, attend)
     return x
 
 
 def gradient(layers: torch.nn.ModuleList, x: Tensor, attend: Attend) -> Tensor:
-    """Of the sum of squares by x, weights' gradients computed too."""
+    """Returns the gradient of the sum of squares with respect to x; gradients of the weights are computed too."""
     leaf = x.detach().requires_grad_()
     found = torch.autograd.grad(run(layers, leaf, attend).float().square().sum(), [leaf, *layers.parameters()])
     return found[0]
 
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median ms of each call, in turn."""
+    """Returns the median ms of each call; calls are timed in turn."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -101,7 +101,7 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """How far a lies from b, in the norm of b."""
+    """Returns |a - b| / |b|."""
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 

@@ -2,7 +2,7 @@
 
     python examples/07_merge_partial_results.py
 
-Each part is exact over its own keys, and its log-sum-exp says how much it weighs.
+Each part is exact over its own keys; its log-sum-exp determines its weight.
 """
 
 import itertools

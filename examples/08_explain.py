@@ -2,7 +2,7 @@
 
     python examples/08_explain.py
 
-The command line says the same: warpwave explain --gpu h200 --batch 4 --head-dim 128 --causal
+The same on the command line: warpwave explain --gpu h200 --batch 4 --head-dim 128 --causal
 """
 
 import torch

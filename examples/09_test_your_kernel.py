@@ -1,4 +1,4 @@
-"""A floor under the speed of your own kernel, as a test of your own suite.
+"""A lower limit for the speed of your own kernel, as a test in your own suite.
 
     python examples/09_test_your_kernel.py        # or: pytest examples/09_test_your_kernel.py
 

@@ -3,12 +3,11 @@
     python examples/server.py                  # a GPU if there is one: some 5 million parameters, a minute of training
     python examples/server.py --device cpu     # smaller, about two minutes in all
 
-What it shows, in the order of the file: a decoder trained through `warpwave.attention` and its gradients on text that
-comes with Python; a server that batches continuously, prompts in chunks beside sequences that decode, with
-`PagedKVCache` and `attention_with_kv_cache`, the system prompt's pages shared between requests, steps that only decode
-replayed as a CUDA graph; the same requests from a cache of 8-bit numbers; and the checks: logits against the plain
-model fed the same tokens, by both caches, and, batch-invariant in float32, every token of a request served alone
-against the same request among the others.
+The file shows, in this order: a decoder trained with `warpwave.attention` on text that comes with Python; a server with
+continuous batching, chunked prefill, a `PagedKVCache` in which requests share the system prompt's pages, and a CUDA
+graph for steps that only decode; and three checks. With both a 16-bit and an 8-bit cache, logits are compared with
+those of the plain model for the same tokens. In batch-invariant float32, every token of a request served alone is
+compared with the same request served among the others.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from warpwave import (
 
 BYTES = 256  # the vocabulary: text is its UTF-8 bytes
 SYSTEM_PROMPT = "The Python Language Reference, a topic as pydoc prints it.\n\n"
-# How far an 8-bit cache may move the plain model's logits, in the RMS, as a share of their own: twice what it does
+# How far an 8-bit cache may move the plain model's logits (RMS, as a share of the logits' RMS): twice what it does
 # before the larger model is trained. After a minute on a CPU it was 7e-3 and 4e-3 at most, and 3e-3 by a 16-bit cache.
 ALLOWED = {"float8_e4m3fn": 5e-2, "int8": 2e-2}
 
@@ -45,7 +44,7 @@ ALLOWED = {"float8_e4m3fn": 5e-2, "int8": 2e-2}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a decoder."""
+    """The sizes of a decoder and of its training batches."""
 
     layers: int
     width: int
@@ -68,8 +67,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Decoder(nn.Module):
-    """A Llama-like decoder over bytes. Everything but attention works token by token, so `attend` is an argument:
-    training, the plain model and the server differ in nothing else."""
+    """A Llama-like decoder over bytes. Attention is the only part that mixes tokens and is passed as `attend`:
+    training, the plain model and the server differ only in it."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, ids: Tensor, attend: Attend) -> Tensor:
-        """Hidden states of the last layer, (*ids.shape, width)."""
+        """Returns the hidden states of the last layer, (*ids.shape, width)."""
         s, x = self.sizes, self.embedding(ids)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, nn.ModuleDict)
@@ -107,7 +106,7 @@ class Decoder(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the next byte; the embedding is shared."""
+        """Returns the logits of the next byte; the output layer shares the embedding's weights."""
         return hidden @ self.embedding.weight.T
 
 
@@ -119,7 +118,8 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def plain_attention(rotary: Rotary) -> Attend:
-    """Causal attention over whole sequences, (batch, seqlen, heads, head_dim), with gradients and without a cache."""
+    """Returns causal attention over whole sequences, (batch, seqlen, heads, head_dim), differentiable, without a
+    cache."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out: Tensor = attention(rotated(q, rotary), rotated(k, rotary), v, causal=True)
@@ -129,7 +129,7 @@ def plain_attention(rotary: Rotary) -> Attend:
 
 
 def train(model: Decoder, text: Tensor, seconds: float, rotary: Rotary) -> None:
-    """Adam for as long as it is given; the learning rate falls to zero over that time."""
+    """Trains with AdamW for `seconds`; the learning rate falls to zero over that time."""
     s, device = model.sizes, text.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
     g = torch.Generator().manual_seed(0)
@@ -153,7 +153,7 @@ def train(model: Decoder, text: Tensor, seconds: float, rotary: Rotary) -> None:
 
 
 def corpus() -> bytes:
-    """The language reference that pydoc prints, which every Python comes with."""
+    """Returns the language reference that pydoc prints; every Python comes with it."""
     from pydoc_data import topics
 
     return "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
@@ -164,14 +164,14 @@ def corpus() -> bytes:
 
 @dataclass
 class Request:
-    """What is asked for, and how far it is.
+    """A request and its progress.
 
     Attributes:
-        prompt: bytes to continue, behind the system prompt.
-        wanted: how many to generate.
-        generated: so far.
-        row: the cache's row while it runs.
-        cached: tokens of prompt and answer that the cache holds.
+        prompt: bytes to continue, after the system prompt.
+        wanted: number of bytes to generate.
+        generated: bytes generated so far.
+        row: the request's row of the cache while it runs.
+        cached: number of tokens of prompt and answer in the cache.
     """
 
     prompt: list[int]
@@ -192,7 +192,7 @@ class Request:
 def new_cache(
     model: Decoder, rotary: Rotary, num_pages: int, max_batch: int, dtype: torch.dtype | None
 ) -> PagedKVCache:
-    """A cache for the model's layers; `dtype` of None is the model's."""
+    """Returns a cache for the model's layers, by default in the model's dtype."""
     s, weight = model.sizes, model.embedding.weight
     return PagedKVCache(
         num_pages=num_pages, page_size=16, num_heads_kv=s.heads_kv, head_dim=s.head_dim, num_layers=s.layers,
@@ -201,8 +201,8 @@ def new_cache(
 
 
 class Server:
-    """Continuous batching: a step takes the next token of every sequence that decodes, and as many prompt tokens of
-    newcomers as its budget leaves room for, in one packed batch."""
+    """A server with continuous batching: the packed batch of a step has one token of every sequence that decodes, and
+    prompt tokens of new sequences up to the budget."""
 
     def __init__(
         self, model: Decoder, rotary: Rotary, num_pages: int, max_batch: int, budget: int = 512,
@@ -222,13 +222,13 @@ class Server:
             self.decode = DecodeGraph(self, self.cache.add())
 
     def serve(self, requests: list[Request]) -> None:
-        """Runs until all are answered."""
+        """Runs until all requests are answered."""
         self.waiting.extend(requests)
         while self.waiting or self.running:
             self.step()
 
     def step(self) -> None:
-        """One batch through the model."""
+        """Admits requests and runs one batch through the model."""
         while self.waiting and len(self.running) < self.max_batch and self._has_room_for(self.waiting[0]):
             request = self.waiting.popleft()
             request.row, request.cached = self.cache.fork(self.system), 0
@@ -244,7 +244,7 @@ class Server:
                 logits = self._step_on([(request.row, new) for request, new in work])
                 break
             except OutOfPages:
-                # Nothing was changed: the youngest goes back to the queue, and its pages to the others.
+                # The cache is unchanged. The youngest request goes back to the queue, and its pages are freed.
                 youngest = self.running.pop()
                 self.cache.free(youngest.row)
                 self.waiting.appendleft(youngest)
@@ -261,13 +261,13 @@ class Server:
                     self.running.remove(request)
 
     def _has_room_for(self, request: Request) -> bool:
-        """Whether its prompt fits, with a page to grow for each that runs."""
+        """Returns whether the prompt fits, with a page left for each running request to grow."""
         needed = -(-len(request.tokens) // self.cache.page_size) + 1
         return not self.running or self.cache.num_free_pages - needed >= len(self.running)
 
     @torch.no_grad()
     def _step_on(self, work: list[tuple[int, list[int]]]) -> Tensor:
-        """Logits behind the last of the new tokens of each row."""
+        """Returns the logits after the last new token of each row."""
         rows, counts = [row for row, _ in work], [len(new) for _, new in work]
         self.cache.extend(rows, counts)
         if self.decode is not None and max(counts) == 1:
@@ -281,7 +281,7 @@ class Server:
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
             out: Tensor = attention_with_kv_cache(
                 q, self.cache.layers[layer], rows=index, k_new=k, v_new=v, rotary=self.rotary, cu_seqlens_q=ends,
-                # A few buckets of the longest chunk, so that a few plans serve every batch.
+                # A power of two, so that a few plans serve every batch.
                 max_seqlen_q=1 << (max(counts) - 1).bit_length(), causal=True, batch_invariant=self.invariant,
             )  # fmt: skip
             return out
@@ -292,9 +292,9 @@ class Server:
 
 
 class DecodeGraph:
-    """A step in which every sequence decodes, captured once as a CUDA graph and replayed: the host then launches one
-    thing a step in place of a hundred. Lengths and page tables lie where they always lay; which rows take part, and
-    their tokens, are written before each replay. Places that nobody takes hold a row that stays empty."""
+    """A step in which every sequence decodes, captured once as a CUDA graph: each replay is one launch instead of about
+    a hundred. Lengths and page tables keep their addresses; the rows that take part and their tokens are written before
+    each replay. Unused places hold the row `idle`, which stays empty."""
 
     def __init__(self, server: Server, idle: int) -> None:
         device = server.cache.device
@@ -321,7 +321,7 @@ class DecodeGraph:
         return server.model.logits(server.model(self.ids, attend))
 
     def replay(self, rows: list[int], tokens: list[int]) -> Tensor:
-        """Logits behind one new token of each row."""
+        """Returns the logits after one new token of each row."""
         free = len(self.rows) - len(rows)
         self.rows.copy_(torch.tensor(rows + free * [self.idle], dtype=torch.int32))
         self.ids[: len(tokens)].copy_(torch.tensor(tokens))
@@ -330,7 +330,7 @@ class DecodeGraph:
 
 
 def compile_ahead(server: Server) -> None:
-    """Compiles what batches will need, before requests come."""
+    """Compiles the kernels for all batches before the first request."""
     s, longest, layer = server.model.sizes, server.cache.max_seqlen, server.cache.layers[0]
     in_8_bits = layer.k_descale is not None
     warmup(
@@ -353,8 +353,8 @@ def compile_ahead(server: Server) -> None:
 
 
 def cached_attention(cache: PagedKVCache, length: int, rotary: Rotary) -> Attend:
-    """Causal attention of one sequence of a new row, (1, length, heads, head_dim), which reads all keys and values from
-    the cache."""
+    """Returns causal attention for one sequence, (1, length, heads, head_dim), in a new row of the cache. It reads all
+    keys and values from the cache."""
     rows = [cache.add()]
     cache.extend(rows, [length])
     index = cache.index(rows)
@@ -370,8 +370,8 @@ def cached_attention(cache: PagedKVCache, length: int, rotary: Rotary) -> Attend
 
 @torch.no_grad()
 def teacher_forced(model: Decoder, request: Request, rotary: Rotary, cache_dtype: torch.dtype | None = None) -> Tensor:
-    """Logits at each generated token, fed what the server generated, (generated, BYTES): of the plain model, or by a
-    cache of 8-bit numbers."""
+    """Returns the plain model's logits for each token that the server generated, (generated, BYTES), with a cache if
+    `cache_dtype` is given."""
     system = list(SYSTEM_PROMPT.encode())
     ids = torch.tensor([system + request.tokens[:-1]], device=model.embedding.weight.device)
     attend = plain_attention(rotary)
@@ -383,7 +383,7 @@ def teacher_forced(model: Decoder, request: Request, rotary: Rotary, cache_dtype
 
 
 def worst_regret(model: Decoder, requests: list[Request], rotary: Rotary) -> float:
-    """How far below the plain model's best logit the token lies that the server chose, at the worst."""
+    """Returns the largest difference between the plain model's best logit and its logit of the server's token."""
     worst = 0.0
     for request in requests:
         logits = teacher_forced(model, request, rotary).float()
@@ -393,8 +393,9 @@ def worst_regret(model: Decoder, requests: list[Request], rotary: Rotary) -> flo
 
 
 def moved_logits(model: Decoder, requests: list[Request], rotary: Rotary, cache_dtype: torch.dtype) -> float:
-    """How far a cache moves the plain model's logits, teacher-forced: the RMS over all generated tokens, as a share of
-    the logits' own. Both less their means, which no softmax sees."""
+    """Returns how far a cache moves the plain model's teacher-forced logits: the RMS of the change over all generated
+    tokens, as a share of the RMS of the logits. Means over the vocabulary are subtracted first, because softmax ignores
+    them."""
     moved = own = 0.0
     for request in requests:
         plain, by_cache = (teacher_forced(model, request, rotary, dtype).float() for dtype in (None, cache_dtype))
@@ -406,7 +407,7 @@ def moved_logits(model: Decoder, requests: list[Request], rotary: Rotary, cache_
 def same_alone(
     model: Decoder, requests: list[Request], rotary: Rotary, num_pages: int, how_many: int
 ) -> tuple[int, int]:
-    """(tokens compared, tokens that differ) of requests served alone and among all, both batch-invariant."""
+    """Serves requests alone and together, batch-invariant; returns the tokens compared and those that differ."""
     among = [replace(r, generated=[]) for r in requests]
     Server(model, rotary, num_pages, len(requests), invariant=True).serve(among)
     compared = different = 0
@@ -419,7 +420,7 @@ def same_alone(
 
 
 def in_bfloat16(model: Decoder) -> Decoder:
-    """A copy of the model in 16 bits."""
+    """Returns a copy of the model in bfloat16."""
     narrow = Decoder(model.sizes).to(model.embedding.weight.device, torch.bfloat16)
     narrow.load_state_dict(model.state_dict())
     return narrow
@@ -438,13 +439,13 @@ def seconds_to_serve(server: Server, requests: list[Request]) -> float:
 
 
 def main() -> None:
-    """Trains, serves, checks; exit code 1 where a check fails."""
+    """Trains, serves and checks; exits with code 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--requests", type=int, default=64, help="how many run at once")
-    parser.add_argument("--tokens", type=int, default=0, help="generated for each; 0: 48 on a CPU, else 256")
+    parser.add_argument("--requests", type=int, default=64, help="number of requests, all submitted at once")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens per request; 0: 48 on a CPU, else 256")
     parser.add_argument("--train-seconds", type=float, default=60.0)
-    parser.add_argument("--cache", choices=ALLOWED, default="float8_e4m3fn", help="8-bit numbers of the second cache")
+    parser.add_argument("--cache", choices=ALLOWED, default="float8_e4m3fn", help="dtype of the second cache")
     arguments = parser.parse_args()
     if arguments.requests < 1 or arguments.tokens < 0 or arguments.train_seconds <= 0:
         parser.error("--requests and --train-seconds must be above 0, --tokens not below")
@@ -466,7 +467,7 @@ def main() -> None:
     starts = torch.randint(0, len(text) - prompt_bytes, (arguments.requests,), generator=g).tolist()
     lengths = torch.randint(8, prompt_bytes, (arguments.requests,), generator=g).tolist()
     requests = [Request(text[a : a + n].tolist(), wanted) for a, n in zip(starts, lengths, strict=True)]
-    # Pages for three quarters of what all would take at their longest: some requests will have to wait.
+    # Pages for three quarters of the requests at their full lengths: some requests will have to wait.
     num_pages = max(16, (3 * arguments.requests // 4 + 1) * -(-longest // 16))
 
     narrow = in_bfloat16(model)
@@ -478,26 +479,26 @@ def main() -> None:
         f"\nserved {len(requests)} requests in {took:.1f} s, {total:,} tokens, {total / took:,.0f} tokens a second, "
         f"{server.steps} steps, {server.preempted} preemptions; {server.cache.num_free_pages} of {num_pages} pages free"
     )
-    print(f"the first, behind {bytes(requests[0].prompt)[-40:]!r}:\n  {bytes(requests[0].generated)!r}")
+    print(f"the first answer, after {bytes(requests[0].prompt)[-40:]!r}:\n  {bytes(requests[0].generated)!r}")
 
     cache_dtype = getattr(torch, arguments.cache)
     again = Server(narrow, rotary, num_pages, arguments.requests, cache_dtype=cache_dtype)
     took = seconds_to_serve(again, [replace(request, generated=[]) for request in requests])
     by_16_bits, by_8_bits = (moved_logits(narrow, requests, rotary, dtype) for dtype in (torch.bfloat16, cache_dtype))
     print(
-        f"from a cache of {arguments.cache}: {took:.1f} s, {total / took:,.0f} tokens a second; teacher-forced, it "
+        f"with a cache of {arguments.cache}: {took:.1f} s, {total / took:,.0f} tokens a second; teacher-forced, it "
         f"moves logits by {by_8_bits:.1e} of their RMS, a cache of bfloat16 by {by_16_bits:.1e}; "
         f"{ALLOWED[arguments.cache]} is allowed"
     )
 
     regret = worst_regret(served, requests, rotary)
-    # A server and a plain model sum in another order. In bfloat16 a logit of size 16 is rounded to 1/16 alone.
+    # The server and the plain model sum in different orders. In bfloat16, rounding alone moves a logit of 16 by 1/16.
     allowed = 1e-3 if device.type == "cpu" else 0.5
     print(
         f"teacher-forced: the token chosen is at most {regret:.2g} below the plain model's best; {allowed} is allowed"
     )
     compared, different = same_alone(model, requests, rotary, num_pages, how_many=8)
-    print(f"batch-invariant float32: {compared - different} of {compared} tokens are the same alone as among all")
+    print(f"batch-invariant float32: {compared - different} of {compared} tokens are equal alone and among all")
     if (
         regret > allowed
         or not by_8_bits <= ALLOWED[arguments.cache]

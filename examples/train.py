@@ -110,7 +110,7 @@ class Batch:
 
 
 class Layer(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm and with a residual."""
+    """Attention and SwiGLU, each with an RMSNorm before it and a residual."""
 
     def __init__(self, sizes: Sizes, attend: Attend) -> None:
         super().__init__()

@@ -262,7 +262,7 @@ def test_a_half_made_environment_is_made_anew(monkeypatch: pytest.MonkeyPatch, t
     made: list[Path] = []
     monkeypatch.setattr(venv.EnvBuilder, "create", lambda self, path: made.append(path))
     (tmp_path / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
-    assert "made anew" in bootstrap.make_venv(tmp_path, None)
+    assert "replaced" in bootstrap.make_venv(tmp_path, None)
     assert made == [tmp_path]
 
 

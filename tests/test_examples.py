@@ -87,8 +87,8 @@ def test_server_serves_and_checks_itself() -> None:
     result = run("server.py", *small)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert re.search(r"served 6 requests in [\d.]+ s, 36 tokens, [\d,]+ tokens a second", result.stdout)
-    assert "36 of 36 tokens are the same alone as among all" in result.stdout
-    moved = re.search(r"from a cache of float8_e4m3fn: .* moves logits by (\S+) of their RMS", result.stdout)
+    assert "36 of 36 tokens are equal alone and among all" in result.stdout
+    moved = re.search(r"with a cache of float8_e4m3fn: .* moves logits by (\S+) of their RMS", result.stdout)
     assert moved and 1e-3 < float(moved[1]) < 5e-2, "0 would be a cache of other numbers"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.library import opcheck
 
 import warpwave

@@ -1,10 +1,10 @@
-"""warpwave: exact attention on GPUs, and why it is as fast as it is.
+"""Exact attention on GPUs, and explanations of its speed.
 
     import warpwave
     out = warpwave.attention(q, k, v, causal=True)      # (batch, seqlen, num_heads, head_dim)
-    print(warpwave.explain(q, k, v, causal=True))       # which kernel ran, and why
+    print(warpwave.explain(q, k, v, causal=True))       # which kernel runs it, and why
 
-Everything a user may import is named here, and loaded when it is first used: importing warpwave imports no torch.
+All public names are listed here and loaded when they are first used, so importing warpwave does not import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value  # the next use finds it without coming here
+    globals()[name] = value  # the next access does not call this function
     return value
 
 

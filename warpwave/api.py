@@ -1,6 +1,7 @@
 """The public calls: `attention` for dense batches, `attention_varlen` for packed sequences, `attention_with_kv_cache`.
 
-Their return type is Any: a tensor or, with `return_lse`, a pair. A union would make every typed caller narrow it.
+They return a tensor or, with `return_lse`, a pair. The annotation is Any, because every typed caller would have to
+narrow a union.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def attention(
     sees no key gives 0.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16, float32, or float64, which `eager` alone
-            computes, in float64 throughout. Any strides.
+        q: (batch, seqlen_q, num_heads_q, head_dim), float16, bfloat16, float32, or float64 (only `eager`, in float64
+            throughout). Any strides.
         k: (batch, seqlen_k, num_heads_kv, head_dim), the dtype of q. Query head h reads kv head
             `h // (num_heads_q // num_heads_kv)`.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), the dtype of q.
@@ -92,21 +93,21 @@ def attention(
         precision: how float32 products are computed: `"ieee"`, `"tf32x3"`, `"fp16x3"` or `"bf16x6"` (split operands,
             float32 accuracy), `"bf16x3"` (16 bits of each operand), `"tf32"` or `"fp16x1"` (11 bits), or `"default"`:
             the fastest known to be as accurate as torch's own. If a device or kernel lacks the named mode, the cheapest
-            mode that is at least as accurate is used. Or a number: the relative error that out may have, as |out -
-            exact| / |exact| in Euclidean norms; the cheapest mode that keeps it is used (docs/guide/precision.md).
+            mode that is at least as accurate is used. A number is the relative error that out may have, |out - exact| /
+            |exact| in Euclidean norms; the cheapest mode that keeps it is used (docs/guide/precision.md).
         dropout_p: probability with which each probability is set to 0 after the softmax, at least 0 and less than 1.
             The others are multiplied by `1 / (1 - dropout_p)`. lse is that of the softmax without dropout. There is no
             training flag: pass 0 for inference.
         dropout_seed: int64, (2,), on the device of q: a seed and an offset, which determine what is dropped
             (docs/guide/dropout.md). Drawn from torch's default generator of the device if None. Ignored if dropout_p
             is 0.
-        deterministic: True for gradients with the same bits in every run; False for the fastest. None does as
-            `torch.are_deterministic_algorithms_enabled()` returns when the gradients are computed.
+        deterministic: True for gradients with the same bits in every run; False for the fastest gradients; None for
+            what `torch.are_deterministic_algorithms_enabled()` returns when the gradients are computed.
         q_descale, k_descale, v_descale: float32, positive; the factors of quantized tensors (docs/guide/quantized.md):
-            `q * q_descale` and so on are the numbers that the call attends with. q and k may be float8_e4m3fn or
-            float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,),
-            (batch, num_heads) of its tensor, or (batch, num_heads, blocks) for blocks of 64 or 128 tokens. q_descale
-            may also be (batch, num_heads_kv). `warpwave.quantize` makes them. v_descale is None if v is not quantized.
+            the call uses `q * q_descale`, `k * k_descale` and `v * v_descale`. q and k may be float8_e4m3fn or
+            float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,), (batch,
+            num_heads) of its tensor, or (batch, num_heads, blocks) for blocks of 64 or 128 tokens. q_descale may also
+            be (batch, num_heads_kv). `warpwave.quantize` makes them. v_descale is None if v is not quantized.
         out_descale: float32, one number, for a float8 out: `out * out_descale` is the result, and larger magnitudes
             than float8 has saturate.
         out_dtype: of a call with factors: bfloat16, float16, or with out_descale float8. None: the dtype of v if it
@@ -118,8 +119,8 @@ def attention(
         config: a `Config` of the kernel named.
         return_lse: also return the log-sum-exp.
         out: receives the output and is returned: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of the output,
-            any strides, apart from the memory of every other argument. A contiguous one at a multiple of 16 bytes costs
-            no copy; docs/guide/serving.md states the rest. No argument may require a gradient.
+            any strides. It must share no memory with another argument, and no argument may require a gradient.
+            docs/guide/serving.md states which layouts cost a copy.
 
     Returns:
         out: (batch, seqlen_q, num_heads_q, head_dim_v), the dtype of q, or out_dtype; contiguous unless given.
@@ -136,8 +137,7 @@ def attention(
         Scores, softmax and sums are float32; with 16-bit inputs the unnormalized probabilities are rounded to the
         inputs' dtype before the second product. Forward results are repeatable bit for bit. First derivatives of out
         and lse exist with respect to q, k, v, bias, alibi_slopes and sinks, in reverse mode: `backward`,
-        `torch.func.grad`, `vjp` and `jacrev`. With dropout they are those of the call with the same probabilities
-        dropped.
+        `torch.func.grad`, `vjp` and `jacrev`. With dropout, the same probabilities are dropped in forward and backward.
         Dao, "FlashAttention-2" (2023); Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
     Example:
@@ -220,8 +220,9 @@ def attention_varlen(
         cu_seqlens_k: the same for k and v.
         max_seqlen_q, max_seqlen_k: the longest sequences, as host integers.
         checked: check the contents of the offsets and of factors first, which waits for the device, and raise
-            InvalidInput naming the first wrong index. Unchecked, wrong ones give unspecified values but stay inside the
-            tensors. Under torch.compile the check is a break in the graph, which `fullgraph=True` refuses.
+            InvalidInput naming the first wrong index. Unchecked, wrong ones give unspecified values, and every access
+            stays inside the tensors. Under torch.compile the check is a break in the graph, which `fullgraph=True`
+            refuses.
 
     The other arguments, errors and notes are those of `attention`. With the same dropout_seed, sequence b drops the
     same pairs as item b of a dense batch.
@@ -414,7 +415,7 @@ def attention_with_kv_cache(
             cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
     if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
-    asked, operands = operands, new.operands  # differ if queries are rotated; `recall` compares the caller's
+    asked, operands = operands, new.operands  # they differ if queries are rotated; `recall` compares `asked`
     if run is None:
         attended = operands
 
@@ -425,7 +426,7 @@ def attention_with_kv_cache(
         run = known or plans.planned(key, lambda: planner().first(attended, out))
         if key is not None and not wanting:
             plans.remember(asked, full, longest, run, planner if attended is asked else None, out)
-    with new.written():  # nothing has changed before; if a kernel fails, nothing was appended
+    with new.written():  # the first change; it is undone if a kernel fails
         out, lse = run(operands) if out is None else run(operands, out)
     if wanting:
         out, lse = cached_calls.refusing_gradients((out, lse), wanting)
@@ -451,12 +452,12 @@ def _with_seed(operands: Operands, dropout_p: float, seed: torch.Tensor | None) 
 def _call(
     operands: Any, said: tuple[Any, ...], longest: tuple[int, ...] = (), out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Runs a call that `plans.recall` did not find: with the plan made for an equal earlier call, and only without one
-    checks the arguments.
+    """Runs a call that `plans.recall` did not find. It reuses the plan of an equal earlier call; if there is none, it
+    checks the arguments and makes one.
 
     Args:
-        said: the arguments of `options_of` after the operands, as the caller gave them; the class of causal; the kernel
-            and its config.
+        said: the arguments of `options_of` after the operands, as the caller gave them; the class of causal; the
+            kernel; its config.
         longest: max_seqlen_q and max_seqlen_k of a packed call.
     """
     *scalars, _, kernel, config = said
@@ -477,7 +478,7 @@ def _call(
             {},
             "the call without out",
         )
-    # An operator's plans tell tensors that require a gradient from others by its options alone, and so for out.
+    # An operator's plans read from the options alone whether a tensor, or out, requires a gradient.
     chosen, encoded = options_of((*operands, out), *scalars, *longest), ops.encode_config(config)
     if isinstance(operands, QuantizedOperands):
         if out is None:

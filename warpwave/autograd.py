@@ -1,6 +1,6 @@
 """Derivatives of attention for calls that bypass the operator, and for torch.func's transforms.
 
-torch.library registers a gradient for the operator, but calling it takes torch ten times as long as a thin
+torch.library registers a gradient for the operator, but calling it takes ten times as long as a thin
 `torch.autograd.Function`, which eager calls use instead. The plan of a call already holds what its backward needs, so
 nothing is described or chosen twice. A backward under a mode, a tracer or another derivative goes through the operator
 `warpwave::attention_backward`.
@@ -43,12 +43,12 @@ def is_eager() -> bool:
     return not (is_compiling() or dispatch_modes() or forward_ad._current_level >= 0 or transforms() is not None)
 
 
-# What a gradient is computed by ---------------------------------------------------------------------------------------
+# The kernel of the gradients ------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(4096)
 def module_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
-    """Returns the kernel of a call with gradients: choosing one in every step would take milliseconds."""
+    """Returns the kernel of a call with gradients. It is cached, because choosing takes milliseconds."""
     return dispatch.choose(problem, gpu, kernel).kernel
 
 
@@ -81,8 +81,8 @@ def bind_gradients(
             return of_kernel
         config = eager.configs(problem, gpu)[0]
         if own is not eager:
-            # eager's gradients take P and delta from lse and out. These must come from the very products that its
-            # scores do, or what should cancel leaves the other kernel's rounding, times the values.
+            # eager's gradients compute P and delta from lse and out, which must come from the same products as its
+            # scores. Otherwise terms that should cancel leave the other kernel's rounding error times the values.
             results = eager.forward(problem, operands, config)
         out, lse = results
         assert out is not None and lse is not None
@@ -107,10 +107,10 @@ class Plan:
     ) -> None:
         self.run, self.problem, self.gpu, self.options, self.kernel = run, problem, gpu, options, kernel
         self.kind = type(operands)
-        # What is absent behind the last operand is not passed through torch, which looks at each.
+        # Absent operands after the last present one are not passed through torch, which checks each argument.
         self.count = max(i for i, t in enumerate(operands) if t is not None) + 1
         self.absent = (None,) * (len(operands) - self.count)
-        # eager's gradients, and those of kernels of their own, take what the forward returned.
+        # Gradient kernels, and eager's gradients, read the forward's results.
         self.keeps_results = bool(dispatch.gradient_kernels(problem, gpu, kernel)) or (
             module_of(problem, gpu, kernel) is eager
         )
@@ -133,7 +133,7 @@ class Plan:
         return results
 
     def backward(self, ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        """Returns the gradients of (plan, *operands), as `torch.autograd.Function.backward` does."""
+        """Returns the gradients of (plan, *operands), as a `torch.autograd.Function` must."""
         saved, count = ctx.saved_tensors, self.count
         operands: Any = tuple.__new__(self.kind, saved[:count] + self.absent)
         results = saved[count:] or (None, None)
@@ -172,7 +172,7 @@ def _are_plain(tensors: Sequence[Any]) -> bool:
 
 
 class _Out(torch.autograd.Function):
-    """Computes out alone. A Function with one result fewer is 2 us faster."""
+    """Computes only out, which takes 2 us less than two results."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Any) -> torch.Tensor:
@@ -218,8 +218,8 @@ def schema_tensors(operands: AnyOperands, dropout_probability: Any = None) -> tu
 def changing_probability(dropout_p: Any) -> torch.Tensor | None:
     """Returns the probability of dropout as a tensor if torch.compile has made it an input of the graph, else None.
 
-    A number in an operator's schema is a constant of the graph, so each value would be compiled anew. Its product with
-    a tensor is no constant: torch turns the number into a tensor on the host.
+    A number in an operator's schema is a constant of the graph, so each value would be compiled anew. The product of
+    the number and a tensor is not a constant: torch makes it a tensor on the host.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -244,14 +244,14 @@ def operator_gradients(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """The operator's `setup_context`."""
+    """Saves what the operator's backward needs; it is the operator's `setup_context`."""
     ctx.save_for_backward(*inputs[:NUM_TENSORS], *output)
     ctx.options, ctx.kernel = inputs[NUM_TENSORS : NUM_TENSORS + NUM_OPTIONS], inputs[-2]
     ctx.set_materialize_grads(False)
 
 
 def differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The operator's `backward`."""
+    """Returns the operator's gradients; it is the operator's `backward`."""
     return _differentiate(ctx, dout, dlse, operator_gradients)
 
 
@@ -272,7 +272,7 @@ def _differentiate(
 
 
 def no_second_derivative(ctx: Any, *grads: Any) -> None:
-    """The backward of the backward."""
+    """Raises RuntimeError; it is the backward of the backward."""
     raise RuntimeError("warpwave.attention has first derivatives only; its gradient cannot be differentiated again")
 
 
@@ -320,7 +320,7 @@ def is_transformed() -> bool:
 
 
 class _Transformed(torch.autograd.Function):
-    """The operator as a Function that torch.func's transforms accept; that of torch.library is not."""
+    """The operator as a Function that torch.func's transforms accept. They refuse torch.library's own."""
 
     generate_vmap_rule = True
 
@@ -368,4 +368,4 @@ def _transformed_gradients(
     return _TransformedGradients.apply(dout, dlse, out, lse, tuple(wanted), *tensors, *options, kernel)
 
 
-transformed = _Transformed.apply  # of the operator's inputs: (out, lse)
+transformed = _Transformed.apply  # the operator's inputs -> (out, lse)

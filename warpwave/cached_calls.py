@@ -1,6 +1,6 @@
 """Calls on a paged cache: the implementation of `attention_with_kv_cache`, and `warmup`.
 
-Lengths and page tables are contents of tensors, which no plan depends on: they change without a new plan.
+Lengths and page tables are contents of tensors, so they change without a new plan.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def check(operands: CachedOperands, options: Options, serving: Serving) -> Atten
 
 
 class NewTokens(NamedTuple):
-    """The writes of a call before its attention, checked and compiled, but not done yet.
+    """The writes of a call before its attention: checked and compiled, not executed.
 
     Attributes:
-        operands: the call's operands, with the queries that will have been rotated; if tokens are appended to a
-            `PagedKVCache`, with offsets made from the host's lengths.
+        operands: the call's operands. If queries are rotated, q is the tensor that will hold them; if tokens are
+            appended to a `PagedKVCache`, the offsets are made from the host's lengths.
         written: a context manager: writes, runs its body, and then updates a `PagedKVCache`'s host records. If the body
             raises, nothing was appended.
         tables: returns the page table and the lengths that the call will see; None for the present ones.
@@ -247,7 +247,7 @@ def check_apart_from_new(
     rotary: Rotary | None,
     wanting: list[torch.Tensor],
 ) -> None:
-    """Checks `out` of a call that writes to the cache first, before it does.
+    """Checks `out` of a call that writes to the cache, before it writes.
 
     Args:
         operands: the caller's.
@@ -403,7 +403,7 @@ def warmup(
         problems: problems of dense, packed or cached calls. Tensors are assumed contiguous; K and V of a cached problem
             are in a pool as `PagedKVCache` makes it, and its call names its rows.
         device: device of the calls.
-        workers: threads that compile. LLVM and ptxas leave Python's lock, and take most of the time. Each thread
+        workers: threads that compile. LLVM and ptxas, which take most of the time, release Python's lock. Each thread
             allocates the tensors of one problem at a time.
         options: `kernel`, `config`, and for cached problems `num_splits`, with the calls' values.
 
@@ -457,35 +457,29 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
     of_keys = getattr(torch, p.dtype_of_k)
     rows = (p.total_q,) if p.packed else (p.batch, p.seqlen_q)
     keys = (p.total_k,) if p.packed else (p.batch, p.seqlen_k)
+    q = empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype)
+    slopes = None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32)
+    sinks = empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None
     offsets = empty(p.batch + 1, dtype=torch.int32) if p.packed else None
     if p.page_size:
         shape = (1, p.page_size, p.num_heads_kv) if p.kv_factors == "token" else (p.num_heads_kv,)
         factors = (None if p.kv_factors is None else empty(*shape, dtype=torch.float32) for _ in "kv")
         return CachedOperands(
-            empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
+            q,
             empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=of_keys),
             empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=of_keys),
-            None,
-            None,
-            None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
-            empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None,
-            offsets,
-            None,
+            *(None, None, slopes, sinks, offsets, None),
             empty(p.batch, -(-p.seqlen_k // p.page_size), dtype=torch.int32),
-            empty(p.batch, dtype=torch.int32),
-            empty(p.batch, dtype=torch.int32),
+            *(empty(p.batch, dtype=torch.int32) for _ in ("seqused_k", "rows")),
             *factors,
         )
     operands = Operands(
-        empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype),
+        q,
         empty(*keys, p.num_heads_kv, p.head_dim, dtype=dtype),
         empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=getattr(torch, p.dtype_of_v)),
         None if p.mask_shape is None else empty(*p.mask_shape, dtype=torch.bool),
         None if p.bias_shape is None else empty(*p.bias_shape, dtype=getattr(torch, p.bias_dtype or p.dtype)),
-        None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32),
-        empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None,
-        offsets,
-        offsets,
+        *(slopes, sinks, offsets, offsets),
     )
     if p.is_quantized:
         shapes = descales.shapes(p)

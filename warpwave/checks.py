@@ -1,8 +1,7 @@
 """Converts the arguments of a call to the `AttentionProblem` they describe, or raises an error that names the argument.
 
-Shapes are declared once as patterns of axis names and checked by one function, so no argument is checked separately and
-no message blames the wrong one. Nothing here reads the contents of a tensor, except `check_packed_lengths`, which
-`checked=True` requests.
+Shapes are declared once as patterns of axis names and checked by one function, so no message names the wrong argument.
+Nothing here reads the contents of a tensor, except `check_packed_lengths`, which `checked=True` requests.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
 from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal, QuantizedOperands
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-NAMES_WITH_FLOAT64 = {**DTYPE_NAMES, torch.float64: "float64"}  # of dense and packed calls
+NAMES_WITH_FLOAT64 = {**DTYPE_NAMES, torch.float64: "float64"}  # dense and packed calls
 NAMES = NAMES_WITH_FLOAT64 | descales.QUANTIZED
 
 DENSE = {
@@ -68,46 +67,30 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
             bind_axes(name, getattr(operands, name), "batch+1", axes)
         size["batch"] = axes["batch+1"][0] - 1
         size |= {"seqlen_q": options.max_seqlen_q, "seqlen_k": options.max_seqlen_k}
-        _check_packed(operands, size, options)
+        _check_lengths(size["batch"], options)
     for name in ("mask", "bias"):
-        tensor = getattr(operands, name)
-        if tensor is not None:
-            bind_axes(name, tensor, SCORES, axes, broadcast=True)
-    if operands.alibi_slopes is not None:
-        pattern = "num_heads_q" if operands.alibi_slopes.dim() == 1 else "batch num_heads_q"
-        bind_axes("alibi_slopes", operands.alibi_slopes, pattern, axes | {"batch": (size["batch"], "q")})
-    if operands.sinks is not None:
-        bind_axes("sinks", operands.sinks, "num_heads_q", axes)
+        if (tensor := getattr(operands, name)) is None:
+            continue
+        if packed:
+            raise InvalidInput(
+                f"{name} was given with cu_seqlens; packed calls have no {name}: use causal, window_size or ALiBi"
+            )
+        bind_axes(name, tensor, SCORES, axes, broadcast=True)
+    _bind_heads(operands, axes | {"batch": (size["batch"], "q")})
     if operands.dropout_seed is not None:
         dropout.check_seed(operands.dropout_seed)
     quantized: dict[str, Any] = {}
     if isinstance(operands, QuantizedOperands):
         quantized = descales.describe(operands, size, packed, options)
-    scale = resolve_scale(options.softmax_scale, size["head_dim"])
-    _check_scalars(options, scale)
     return AttentionProblem(
-        batch=size["batch"],
+        **_fields_of_all_calls(operands, options, size),
         seqlen_q=size["seqlen_q"],
         seqlen_k=size["seqlen_k"],
-        num_heads_q=size["num_heads_q"],
-        num_heads_kv=size["num_heads_kv"],
-        head_dim=size["head_dim"],
-        head_dim_v=size["head_dim_v"],
-        dtype=NAMES[operands.q.dtype],
-        softmax_scale=scale,
-        causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
-        window_size=(options.window_left, options.window_right),
         mask_shape=None if operands.mask is None else tuple(operands.mask.shape),
         bias_shape=None if operands.bias is None else tuple(operands.bias.shape),
         bias_dtype=None if operands.bias is None else NAMES_WITH_FLOAT64[operands.bias.dtype],
-        alibi_shape=None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
-        softcap=options.softcap,
-        has_sinks=operands.sinks is not None,
-        **_precision(options, operands.q.dtype),
         packed=packed,
-        total_q=size.get("total_q", 0),
         total_k=size.get("total_k", 0),
-        return_lse=options.return_lse,
         requires_grad=options.needs_grad,
         dropout_p=options.dropout_p,
         deterministic=options.needs_grad and options.must_repeat(),
@@ -128,43 +111,53 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
         axes["batch"] = (axes["batch+1"][0] - 1, "cu_seqlens_q")
     if operands.rows is not None:
         bind_axes("rows", operands.rows, "batch", axes)
+    _bind_heads(operands, axes)
+    size = {axis: value for axis, (value, _) in axes.items()}
+    _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
+    _check_tables(operands, size, options)
+    quantized: dict[str, Any] = cache_descales.describe(operands)
+    capacity = size["pages_of_a_row"] * size["page_size"]
+    seqlen_k = min(options.max_seqlen_k, capacity) if options.max_seqlen_k else capacity
+    return AttentionProblem(
+        **_fields_of_all_calls(operands, options, size),
+        seqlen_q=options.max_seqlen_q if packed else size["seqlen_q"],
+        seqlen_k=seqlen_k,
+        packed=packed,
+        total_k=size["batch"] * seqlen_k if packed else 0,
+        page_size=size["page_size"],
+        batch_invariant=batch_invariant,
+        **quantized,
+    )
+
+
+def _bind_heads(operands: AnyOperands | CachedOperands, axes: dict[str, tuple[int, str]]) -> None:
+    """Checks the shapes of the operands with one number for each query head."""
     if operands.alibi_slopes is not None:
         pattern = "num_heads_q" if operands.alibi_slopes.dim() == 1 else "batch num_heads_q"
         bind_axes("alibi_slopes", operands.alibi_slopes, pattern, axes)
     if operands.sinks is not None:
         bind_axes("sinks", operands.sinks, "num_heads_q", axes)
-    size = {axis: value for axis, (value, _) in axes.items()}
-    _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
-    _check_tables(operands, size, options)
-    quantized: dict[str, Any] = cache_descales.describe(operands)
+
+
+def _fields_of_all_calls(
+    operands: AnyOperands | CachedOperands, options: Options, size: dict[str, int]
+) -> dict[str, Any]:
+    """Checks the numbers among the options and returns the fields of the problem that calls of all kinds have."""
     scale = resolve_scale(options.softmax_scale, size["head_dim"])
     _check_scalars(options, scale)
-    capacity = size["pages_of_a_row"] * size["page_size"]
-    seqlen_k = min(options.max_seqlen_k, capacity) if options.max_seqlen_k else capacity
-    return AttentionProblem(
-        batch=size["batch"],
-        seqlen_q=options.max_seqlen_q if packed else size["seqlen_q"],
-        seqlen_k=seqlen_k,
-        num_heads_q=size["num_heads_q"],
-        num_heads_kv=size["num_heads_kv"],
-        head_dim=size["head_dim"],
-        head_dim_v=size["head_dim_v"],
-        dtype=DTYPE_NAMES[operands.q.dtype],
-        softmax_scale=scale,
-        causal=Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
-        window_size=(options.window_left, options.window_right),
-        alibi_shape=None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
-        softcap=options.softcap,
-        has_sinks=operands.sinks is not None,
+    return {
+        **{name: size[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
+        "dtype": NAMES[operands.q.dtype],
+        "softmax_scale": scale,
+        "causal": Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
+        "window_size": (options.window_left, options.window_right),
+        "alibi_shape": None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
+        "softcap": options.softcap,
+        "has_sinks": operands.sinks is not None,
+        "total_q": size.get("total_q", 0),
+        "return_lse": options.return_lse,
         **_precision(options, operands.q.dtype),
-        packed=packed,
-        total_q=size.get("total_q", 0),
-        total_k=size["batch"] * seqlen_k if packed else 0,
-        return_lse=options.return_lse,
-        page_size=size["page_size"],
-        batch_invariant=batch_invariant,
-        **quantized,
-    )
+    }
 
 
 def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) -> AttentionProblem | None:
@@ -228,17 +221,21 @@ def _check_tables(operands: CachedOperands, size: dict[str, int], options: Optio
         tensor = getattr(operands, name)
         if tensor is not None and tensor.numel() > 1 and tensor.stride(0) != 1:
             raise InvalidInput(f"{name} is not contiguous; pass {name}.contiguous(), and keep that")
-    if size["batch"] < 0:
-        raise InvalidInput("cu_seqlens_q is empty; it must hold batch + 1 offsets, the first of them 0")
+    _check_lengths(size["batch"], options)
     if operands.rows is None and size["batch"] > size["cache_rows"]:
         raise InvalidInput(
             f"q has {size['batch']} sequences and the cache {size['cache_rows']} rows; without rows, sequence b is row "
             "b of the cache"
         )
-    for side in ("q", "k"):
-        longest = getattr(options, f"max_seqlen_{side}")
-        if longest < 0:
-            raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
+
+
+def _check_lengths(batch: int, options: Options) -> None:
+    """Checks the number and the greatest lengths of packed or cached sequences."""
+    if batch < 0:
+        raise InvalidInput("cu_seqlens_q is empty; it must hold batch + 1 offsets, the first of them 0")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if (longest := getattr(options, name)) < 0:
+            raise InvalidInput(f"{name} is {longest}; it must be at least 0")
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
@@ -288,7 +285,7 @@ def _text(names: Sequence[str]) -> str:
 
 
 def check_packed_lengths(operands: AnyOperands, options: Options) -> None:
-    """Reads the contents of cu_seqlens (this waits for the device) and refuses offsets that would read out of bounds.
+    """Reads the contents of cu_seqlens, which waits for the device, and refuses offsets that would read out of bounds.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
@@ -345,7 +342,7 @@ def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
 
 
 def check_out_is_writable(out: Any) -> None:
-    """Checks what no plan relies on, before a plan is looked up.
+    """Checks the properties of out that no plan depends on, before a plan is looked up.
 
     Raises:
         InvalidType: out is not a plain strided tensor.
@@ -404,7 +401,7 @@ def check_out(
 
 
 def check_apart(out: torch.Tensor, tensors: Mapping[str, Any]) -> None:
-    """Raises InvalidInput naming a tensor that shares memory with out, which the kernel may still read after it stored
+    """Raises InvalidInput naming a tensor that shares memory with out. The kernel may still read it after it has stored
     a part of out.
 
     Args:
@@ -420,8 +417,8 @@ def check_apart(out: torch.Tensor, tensors: Mapping[str, Any]) -> None:
 
 
 def _extent_bytes(tensor: torch.Tensor, period: int = 0) -> int:
-    """Returns the bytes from the first element to the end of the last one, of axes whose stride in bytes is no multiple
-    of `period`; 0 if there is no element."""
+    """Returns the bytes from the first element to the end of the last one; 0 if there is no element. Axes whose stride
+    in bytes is a multiple of `period` are left out."""
     size = tensor.element_size()
     if not period and tensor.is_contiguous():
         return tensor.nbytes
@@ -443,7 +440,7 @@ def _are_interleaved(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_problem(problem: AttentionProblem) -> None:
-    """Raises InvalidInput or InvalidType if a problem written by a caller is not one that a call can have."""
+    """Raises InvalidInput or InvalidType if no call can have a problem that a user wrote."""
     if not isinstance(problem, AttentionProblem):
         raise InvalidType(f"problem is a {type(problem).__name__}; it must be an AttentionProblem")
     for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
@@ -538,20 +535,6 @@ def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v:
     for name, size in (("q", head_dim), ("v", head_dim_v)):
         if size == 0:
             raise InvalidInput(f"{name} has head_dim 0; it must be at least 1")
-
-
-def _check_packed(operands: AnyOperands, size: dict[str, int], options: Options) -> None:
-    for name in ("mask", "bias"):
-        if getattr(operands, name) is not None:
-            raise InvalidInput(
-                f"{name} was given with cu_seqlens; packed calls take causal, window_size and ALiBi only"
-            )
-    if size["batch"] < 0:
-        raise InvalidInput("cu_seqlens_q is empty; it must hold batch + 1 offsets, the first of them 0")
-    for side in ("q", "k"):
-        longest = getattr(options, f"max_seqlen_{side}")
-        if longest < 0:
-            raise InvalidInput(f"max_seqlen_{side} is {longest}; it must be at least 0")
 
 
 def _check_scalars(options: Options, scale: float) -> None:

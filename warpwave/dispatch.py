@@ -23,7 +23,7 @@ A kernel is a module or package of `warpwave.kernels` with
                                                batches and heads; keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
-Errors, `explain`, and the support matrix in the docs read these. Nothing about a kernel is stated elsewhere.
+Errors, `explain` and the support matrix in the docs read these. Nothing about a kernel is stated elsewhere.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from warpwave.kernels.ladder import naive, tiled
 from warpwave.kernels.three_kernel import backward_cost
 from warpwave.problem import AttentionProblem, by_kind
 
-# In order of preference. Every problem has a kernel, because eager runs everything. "auto" never takes those behind
-# eager: rungs of the ladder (docs/kernels/ladder.md), which keep a workspace as large as all scores.
+# In order of preference. eager runs everything, except error budgets that it cannot keep. "auto" never takes the
+# kernels after eager: rungs of the ladder (docs/kernels/ladder.md), which allocate all scores.
 KERNELS: tuple[Any, ...] = (
     *(split_kv, hopper_flash_fwd, hopper_flash_fwd_fp8, flash_fwd, hopper_large_head_dim, large_head_dim),
     *(three_kernel, torch_sdpa, eager, tiled, naive),
@@ -61,8 +61,8 @@ KERNELS: tuple[Any, ...] = (
 # GRADIENTS (of which operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the
 # bits of every config repeat), and
 #     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
-# It may have cost_of_bias(problem, gpu, config): what the gradient of a bias adds to its cost.
-# The kernels that they do not serve compute their own: three_kernel, eager and torch_sdpa.
+# It may have cost_of_bias(problem, gpu, config): what the gradient of a bias adds to its cost. A call that names a
+# kernel of OWN_GRADIENTS does not use them.
 GRADIENT_KERNELS: tuple[Any, ...] = (hopper_flash_bwd, flash_bwd)
 OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)
 # Kernel name -> what its own gradients cost: NAME, GRADIENTS, why_not, configs, default and cost as above.
@@ -94,8 +94,8 @@ def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def _refused_dtype(kernel: Any, problem: AttentionProblem) -> list[str]:
-    """Returns the reason that is the same for many kernels: all but `eager` refuse float64, all without `QUANTIZED`
-    quantized q and k, and all without `QUANTIZED_CACHE` such a cache."""
+    """Returns the reason that many kernels share: all but `eager` refuse float64, kernels without `QUANTIZED` refuse
+    quantized q and k, and kernels without `QUANTIZED_CACHE` refuse 8-bit caches."""
     if problem.dtype == "float64" and kernel is not eager:
         return ["dtype is float64, which eager alone computes"]
     if problem.is_quantized and not getattr(kernel, "QUANTIZED", False):
@@ -109,8 +109,8 @@ def _refused_dtype(kernel: Any, problem: AttentionProblem) -> list[str]:
 
 @by_kind
 def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[Any]:
-    """Returns the kernels that `auto` may choose, in order of preference, by what does not depend on lengths. Triton's
-    interpreter is for tests, which name a kernel."""
+    """Returns the kernels that `auto` may choose, in order of preference, judged without lengths. Triton's interpreter
+    is for tests, which name a kernel."""
     able = [module for module in kernels_for(problem) if not _refused_dtype(module, problem)]
     return [module for module in able if not (gpu.vendor == "interpreter" and module.NEEDS_GPU)]
 
@@ -189,8 +189,8 @@ def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict
 
     Args:
         binders: kernel name -> its binder, shared by all calls of one class; filled here.
-        out: the caller's, if the results are stored to one: each call of what is returned takes its own. If the kernel
-            cannot store to this layout, its results are copied.
+        out: the caller's tensor for the output, if any. The returned function then takes one at each call. If the
+            kernel cannot store to this layout, its results are copied.
     """
     module = choice.kernel
     binder = binders.get(module.NAME)
@@ -230,7 +230,8 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
 
 
 def gradients_for(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
-    """Returns the module that computes the gradients of a call, or that states what the forward's own cost.
+    """Returns the module that computes the gradients of a call, or the one that states the cost of the forward kernel's
+    own.
 
     Args:
         kernel: of the forward, as in `choose`.
@@ -244,7 +245,7 @@ def gradients_for(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> 
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
-    """Returns the problem of a call's forward, and the kernel that computes its gradients: "" for the forward's own.
+    """Returns the problem of a call's forward, and the name of the kernel of its gradients: "" for the forward's own.
 
     If another kernel computes the gradients, the forward runs on the fastest kernel for a call without gradients.
     """

@@ -1,4 +1,4 @@
-"""The errors that a caller can get, each a subclass of the built-in that Python users already catch."""
+"""The errors of public calls, each a subclass of the built-in exception that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Gpu`: the facts about a device that choose a kernel and its config, with units in their names."""
+"""`Gpu`: the facts about a device by which a kernel and its config are chosen."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def _cuda_gpu(index: int) -> Gpu:
     else:
         vendor, arch = "nvidia", f"sm_{props.major}{props.minor}"
         default_smem, registers = 99 * KIB, 255
-    # The driver's value is used if torch reports it, else the table's; for an architecture that the table does not
-    # list, the vendor's smallest size.
+    # The driver's value if torch reports it, else the table's. An architecture that the table does not list gets the
+    # vendor's smallest size.
     smem = getattr(props, "shared_memory_per_block_optin", 0) or ARCHS.get(arch, (vendor, default_smem, registers))[1]
     registers = ARCHS.get(arch, (vendor, smem, registers))[2]
     num_sms, memory = props.multi_processor_count, props.total_memory

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ def _decode_config(kernel: str, config: str) -> Any:
     return module.Config(**json.loads(config))
 
 
+Split = Callable[[tuple[Any, ...]], tuple[AnyOperands, Options]]
+
+
 # The operators --------------------------------------------------------------------------------------------------------
 
 _TENSORS = (
@@ -75,7 +79,7 @@ class _Library(torch.library.Library):
     them."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: Any = "", **options: Any) -> Any:
-        """As torch's."""
+        """Registers a kernel, as torch's method does."""
         if dispatch_key == "Autograd" and options.get("with_keyset"):
             fn = _refusing_tangents(fn)
         return super().impl(op_name, fn, dispatch_key, **options)
@@ -91,46 +95,26 @@ def _refusing_tangents(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _library = _Library("warpwave", "DEF")
-_library.define(f"attention({_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)")
-_library.define(f"attention_out({_TENSORS}, {_OPTIONS}, str kernel_name, str config, Tensor(a!) out) -> Tensor")
-_library.define(
-    f"quantized_attention({_QUANTIZED_TENSORS}, {_OPTIONS}, str kernel_name, str config) -> (Tensor, Tensor)"
-)
-_library.define(
-    f"quantized_attention_out({_QUANTIZED_TENSORS}, {_OPTIONS}, str kernel_name, str config, Tensor(a!) out) -> Tensor"
-)
-_library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
-    "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
-def _attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(*_split(arguments), arguments)
-
-
-def _quantized_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(*_split_quantized(arguments), arguments)
-
-
-def _attend(operands: AnyOperands, options: Options, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(split: Split, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    operands, options = split(arguments)
     kernel, config = arguments[-2:]
     out, lse = attend(operands, options, kernel, _decode_config(kernel, config))
     return out, absent(operands.q) if lse is None else lse
 
 
-def _attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake(*_split(arguments, is_fake=True))
+def _store(split: Split, *arguments: Any) -> torch.Tensor:
+    """Stores to the last argument, and returns the log-sum-exp."""
+    operands, options = split(arguments)
+    kernel, config, out = arguments[-3:]
+    _, lse = attend(operands, options, kernel, _decode_config(kernel, config), out)
+    return absent(operands.q) if lse is None else lse
 
 
-def _quantized_attention_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake(*_split_quantized(arguments))
-
-
-def _fake(
-    operands: AnyOperands, options: Options, given: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_fake(split: Split, *arguments: Any, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns results without contents, and checks the caller's out if one is given."""
+    operands, options = split(arguments)
     problem = describe_call(operands, options)
     if given is not None:
         check_out(given, operands, options.needs_grad, problem.dtype_of_out if problem.is_quantized else None)
@@ -141,34 +125,15 @@ def _fake(
     return out, q.new_empty(lse_shape(operands.cu_seqlens_q is not None, q), dtype=lse_dtype(q))
 
 
-def _attention_out(*arguments: Any) -> torch.Tensor:
-    return _store(*_split(arguments), arguments)
-
-
-def _quantized_attention_out(*arguments: Any) -> torch.Tensor:
-    return _store(*_split_quantized(arguments), arguments)
-
-
-def _store(operands: AnyOperands, options: Options, arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Stores to the last argument, and returns the log-sum-exp."""
-    kernel, config, out = arguments[-3:]
-    _, lse = attend(operands, options, kernel, _decode_config(kernel, config), out)
-    return absent(operands.q) if lse is None else lse
-
-
-def _attention_out_fake(*arguments: Any) -> torch.Tensor:
-    return _fake(*_split(arguments, is_fake=True), arguments[-1])[1]
-
-
-def _quantized_attention_out_fake(*arguments: Any) -> torch.Tensor:
-    return _fake(*_split_quantized(arguments), arguments[-1])[1]
+def _store_fake(split: Split, *arguments: Any) -> torch.Tensor:
+    return _attend_fake(split, *arguments, given=arguments[-1])[1]
 
 
 def _attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     operands, options = _split(rest)
-    # torch omits a last argument that equals its default, also in graphs saved before that argument existed.
+    # torch omits a last argument that equals its default, and older saved graphs do not have this one.
     kernel = "auto" if len(rest) == NUM_TENSORS + NUM_OPTIONS else rest[-1]
     said = ("gradients", options, kernel, *wanted)  # torch's deterministic mode is in every key
 
@@ -216,17 +181,30 @@ def _split_quantized(arguments: tuple[Any, ...]) -> tuple[AnyOperands, Options]:
     return QuantizedOperands(*arguments[:count]), Options(*arguments[count : count + NUM_OPTIONS])
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("attention", _attention, _key)
-    _library.impl("attention_out", _attention_out, _key)
-    _library.impl("quantized_attention", _quantized_attention, _key)
-    _library.impl("quantized_attention_out", _quantized_attention_out, _key)
-    _library.impl("attention_backward", _attention_backward, _key)
-torch.library.register_fake("warpwave::attention", _attention_fake, lib=_library)
-torch.library.register_fake("warpwave::attention_out", _attention_out_fake, lib=_library)
-torch.library.register_fake("warpwave::quantized_attention", _quantized_attention_fake, lib=_library)
-torch.library.register_fake("warpwave::quantized_attention_out", _quantized_attention_out_fake, lib=_library)
-torch.library.register_fake("warpwave::attention_backward", _attention_backward_fake, lib=_library)
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _library.define(f"{name}{schema}")
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"warpwave::{name}", fake, lib=_library)
+
+
+_CALL = f"{_OPTIONS}, str kernel_name, str config"
+for _name, _tensors, _real, _empty in (
+    ("attention", _TENSORS, _split, partial(_split, is_fake=True)),
+    ("quantized_attention", _QUANTIZED_TENSORS, _split_quantized, _split_quantized),
+):
+    _define(_name, f"({_tensors}, {_CALL}) -> (Tensor, Tensor)", partial(_attend, _real), partial(_attend_fake, _empty))
+    _define(
+        f"{_name}_out", f"({_tensors}, {_CALL}, Tensor(a!) out) -> Tensor", partial(_store, _real),
+        partial(_store_fake, _empty),
+    )  # fmt: skip
+_define(
+    "attention_backward",
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted, {_TENSORS}, {_OPTIONS}, "
+    "str kernel_name='auto') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _attention_backward,
+    _attention_backward_fake,
+)
 torch.library.register_autograd(
     "warpwave::attention", autograd.differentiate, setup_context=autograd.save, lib=_library
 )

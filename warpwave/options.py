@@ -1,4 +1,4 @@
-"""The arguments of a call that are not tensors: each value in one canonical spelling, and together as `Options`.
+"""The arguments of a call that are not tensors, each in one canonical form, and all of them as `Options`.
 
 A plan is found by equality, and 1, 1.0, True and NumPy's 1 are equal. Each value is therefore converted to one type
 before a look-up, or refused.
@@ -60,7 +60,7 @@ def options_of(
     """Returns the options of a call from the arguments that its caller gave.
 
     Args:
-        tensors: all of the call, None where absent: whether one of them requires a gradient is an option.
+        tensors: all tensors of the call, None where absent. Whether one of them requires a gradient is an option.
 
     Raises:
         InvalidInput, InvalidType: a value that cannot be spelled in the operator's schema.
@@ -86,8 +86,7 @@ def options_of(
 def spell_scalars(
     window_size: tuple[int, int] | None, softcap: float | None, softmax_scale: float | None, return_lse: bool
 ) -> tuple[tuple[int, int] | None, float, float | None, bool]:
-    """Returns the scalars of a call in canonical types. A plan is found by equality, and 1, 1.0, True and Fraction(1)
-    are equal: before a look-up each value is converted to one spelling, or refused."""
+    """Returns the scalars of a call in canonical types."""
     window = None if window_size is None else as_window(window_size)
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     cap = 0.0 if softcap is None else as_float("softcap", softcap)
@@ -97,7 +96,7 @@ def spell_scalars(
 def spell_switches(
     dropout_p: float, deterministic: bool | None, dropout_seed: torch.Tensor | None
 ) -> tuple[float, bool | None]:
-    """Returns dropout_p and deterministic in canonical types, as `spell_scalars` does, and checks the seed."""
+    """Returns dropout_p and deterministic in canonical types, and checks the seed."""
     if dropout_seed is not None:
         dropout.check_seed(dropout_seed)
     dropout_p = as_float("dropout_p", dropout_p)
@@ -166,8 +165,8 @@ def as_bool(name: str, value: Any) -> bool:
 
 
 def with_positive_scale(q: Any, softmax_scale: Any) -> tuple[Any, Any]:
-    """Returns q and the scale, both negated if the scale is negative. Scores are the same to the bit, and kernels may
-    take the maximum of the products before they scale it."""
+    """Returns q and the scale, both negated if the scale is negative. Scores keep their bits, and kernels may take the
+    maximum of the products before they scale it."""
     if softmax_scale is not None and -LARGEST <= softmax_scale < 0 and isinstance(q, torch.Tensor):
         if q.dtype in descales.QUANTIZED:
             raise InvalidInput(f"softmax_scale is {softmax_scale} and q is {q.dtype}; negate q before it is quantized")
@@ -176,8 +175,8 @@ def with_positive_scale(q: Any, softmax_scale: Any) -> tuple[Any, Any]:
 
 
 def as_logits(sinks: Any, q: Any) -> Any:
-    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged. Beside quantized
-    q, and under autocast, where q may still be cast to another dtype, sinks of either 16-bit dtype are converted."""
+    """Returns sinks in the 16-bit dtype of q as float32, which kernels read; anything else unchanged. With quantized q,
+    and under autocast, which may still cast q, sinks of both 16-bit dtypes are converted."""
     if not (isinstance(sinks, torch.Tensor) and isinstance(q, torch.Tensor)):
         return sinks
     if sinks.dtype not in (torch.float16, torch.bfloat16):

@@ -1,8 +1,8 @@
-"""Plans: a call that was made before is not checked, chosen or compiled again. One table serves every door.
+"""Plans: a call that is repeated is not checked, chosen or compiled again. One table serves all public calls.
 
-A plan is `run(operands) -> (out, lse)`, a bound kernel; for a call with `out=` it is `run(operands, out)`. It may rely
-on what the caller said, and on the shapes, strides, dtypes, devices and 16-byte alignment of the tensors; never on
-their contents.
+A plan is `run(operands) -> (out, lse)`, a bound kernel; for a call with `out=` it is `run(operands, out)`. It may
+depend on the arguments that are not tensors, and on the shapes, strides, dtypes, devices and 16-byte alignment of the
+tensors; never on their contents.
 
 Calls that differ only in their lengths, and in strides that depend on lengths, are of one class. Its `Planner` checks
 and describes the first of them and keeps what does not depend on lengths, so that only a few numbers are computed for a
@@ -10,7 +10,7 @@ new length. Two look-ups find plans:
 
 - `recall` compares layouts by torch's own guard, in one call into C++: 1.5 to 2.0 us on an H200's host
   (benchmarks/records/2026-11-22-h200-host-steps.log). It makes the plan of a new length of a known class;
-- `plan_key` spells the layouts out as a tuple, for calls that `recall` cannot compare.
+- `plan_key` returns the layouts as a tuple, for calls that `recall` cannot compare.
 """
 
 from __future__ import annotations
@@ -84,12 +84,13 @@ class Class(NamedTuple):
 
 
 def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
-    """Returns what a plan may rely on, or None where a tensor is a subclass, whose dispatcher must see the call.
+    """Returns the key of a plan: all that it may depend on. Returns None if a tensor is a subclass, whose dispatcher
+    must see the call.
 
     Args:
         operands: the tensors, None where absent.
         said: all other arguments, and whatever else distinguishes the call.
-        dispatched: whether torch's dispatcher has seen the call, so that subclasses and gradients are its affair.
+        dispatched: whether torch's dispatcher has seen the call, and so handles subclasses and gradients.
     """
     grad = not dispatched and is_grad_enabled()
     key: list[Any] = [said, is_deterministic()]
@@ -104,8 +105,8 @@ def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool 
 
 
 def planned(key: tuple[Any, ...] | None, make: Callable[[], Run]) -> Run:
-    """Returns the plan kept under a key, or makes one and keeps it. Without a key, or with one that has no hash (a
-    window given as a list, say), a plan is made and not kept."""
+    """Returns the plan kept under a key, or makes one and keeps it. If there is no key, or it has no hash (for example
+    a window given as a list), the plan is made and not kept."""
     run = find(key)
     if run is None:
         with _planning:
@@ -128,8 +129,8 @@ def find(key: tuple[Any, ...] | None) -> Run | None:
 def recall(
     operands: tuple[Any, ...], said: tuple[Any, ...], longest: tuple[int, ...] = (), out: torch.Tensor | None = None
 ) -> Run | None:
-    """Returns the plan of a call whose class was `remember`ed. Returns None if there is none, for unusual arguments,
-    and if the call is not eager.
+    """Returns the plan of a call whose class is known to `remember`. Returns None if there is none, for unusual
+    arguments, and if the call is not eager.
 
     The plan of the last call with the same options is tried first, then those of its class. For a new length the plan
     is made.
@@ -246,11 +247,11 @@ def _lengths(operands: tuple[Any, ...]) -> list[int]:
 
 
 def _place(operands: tuple[Any, ...], said: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
-    """Returns what was said, with torch's modes and which tensors were given; and the tensors. Those that most calls
-    have are found without a loop.
+    """Returns the place of a call in `_classes` (options, torch's modes, and which tensors are present), and its
+    tensors. The common combinations are found without a loop.
 
-    Tensors are compared with `is` alone: `== None` on a tensor costs 17 us. torch's guard takes no tensor twice, and
-    reads whether a tensor requires a gradient, not whether gradients are on.
+    Tensors are compared with `is` alone: `== None` on a tensor costs 17 us. torch's guard accepts no tensor twice, and
+    compares whether a tensor requires a gradient, but not whether grad mode is on.
     """
     q, k, v, mask, bias, slopes, sinks, offsets_q, offsets_k, *more = operands
     asked = (said, is_grad_enabled(), is_deterministic())
@@ -283,7 +284,7 @@ class Planner:
         dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise plans do.
     """
 
-    portable: Any = flash_fwd  # the GPU kernel that is missed where none serves
+    portable: Any = flash_fwd  # the GPU kernel whose reasons are logged if no GPU kernel serves
 
     def __init__(self, options: Options, kernel: str, config: Any, dispatched: bool = False) -> None:
         self.options, self.kernel, self.config, self.dispatched = options, kernel, config, dispatched
@@ -323,8 +324,8 @@ class Planner:
             check_out(out, operands, self.options.needs_grad, whole.dtype_of_out if whole.is_quantized else None)
         if whole.requires_grad:
             problem, others = dispatch.forward_of(whole, gpu, kernel)
-            # The operator returns lse with every gradient. Eager calls need it on request, or where the gradients take
-            # it.
+            # The operator returns lse with every gradient. Eager calls need it if it is requested or read by the
+            # gradients.
             if others and not self.dispatched and not dispatch.gradient_kernels(whole, gpu, kernel):
                 problem = replace(problem, return_lse=self.options.return_lse)
         choice = self.choose(problem)
@@ -346,12 +347,12 @@ class Planner:
 
 
 def guard(*tensors: torch.Tensor) -> Check | None:
-    """Returns a function that compares the layouts of as many other tensors with these: dtype, device, sizes, strides,
-    Python type, and whether a gradient is required.
+    """Returns a function that compares the layouts of other tensors with these: dtype, device, sizes, strides, Python
+    type, and whether a gradient is required.
 
-    It is the guard that torch.compile uses, in C++: reading these through Python costs more than a launch. It does not
-    notice every mode (fake tensors, make_fx); `recall` looks for those first. None where torch has no such guard, or
-    where one of the tensors is not 16-byte aligned, for then alignment would have to be compared as well.
+    It is the C++ guard of torch.compile: comparing in Python would cost more than a launch. It does not notice every
+    mode (fake tensors, make_fx), so `recall` checks for those first. Returns None if torch has no such guard, or if a
+    tensor is not 16-byte aligned, because the guard does not compare alignment.
     """
     kind = tensor_guards()
     if kind is None or not aligned(tensors):
@@ -395,12 +396,12 @@ def _strided_by_length(tensor: torch.Tensor, count: int) -> Sequence[int]:
 
 @cache
 def tensor_guards() -> Any:
-    """Returns torch's guard class, None where it is missing or fails to tell some layouts apart. It is private to
-    torch, so it is tried on tensors that differ in one thing each."""
+    """Returns torch's guard class, or None if it is missing or does not distinguish all layouts. It is private to
+    torch, so it is tested here on tensors that differ in one property each."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        with torch.inference_mode(False), torch.enable_grad():  # where the first call may not be
+        with torch.inference_mode(False), torch.enable_grad():  # the first call may be in other modes
             x, y, z = (torch.zeros(2, 4, 2, 8, device="cpu") for _ in range(3))
             same = _guard(TensorGuards, x, y, z)
             others = [y[:1], y[:, :2], y.transpose(1, 2).contiguous().transpose(1, 2), y.half(), y.to("meta")]
@@ -419,7 +420,7 @@ def tensor_guards() -> Any:
 
 
 def tell_once(problem: AttentionProblem, gpu: Gpu, served_by: str, wanted: Any) -> None:
-    """Logs that no GPU kernel serves, and why: once for CPU tensors, once for each reason on a GPU.
+    """Logs why no GPU kernel serves a call, once for each reason.
 
     Args:
         served_by: name of the kernel that runs the call.
@@ -434,8 +435,8 @@ def tell_once(problem: AttentionProblem, gpu: Gpu, served_by: str, wanted: Any) 
 
 
 def storing(run: Run) -> Run:
-    """Returns the plan of a call with `out=`. Each call refuses an out that shares memory with an operand, since plans
-    do not rely on addresses, and tells autograd that out was changed, as torch's own functions do."""
+    """Returns the plan of a call with `out=`. Each call refuses an out that shares memory with an operand, because
+    plans do not depend on addresses. It also marks out as changed for autograd, as torch's own functions do."""
 
     def run_into(operands: Any, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         check_apart(out, operands._asdict())
@@ -449,7 +450,7 @@ def storing(run: Run) -> Run:
 def without_keys(
     problem: AttentionProblem, operands: Any, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the result of a call without queries or keys. Nothing is launched: rows see nothing, so out is 0 and lse
+    """Returns the result of a call without queries or keys. Nothing is launched: no row sees a key, so out is 0 and lse
     is the sink's logit, or minus infinity."""
     q = operands.q
     dtype = getattr(torch, problem.dtype_of_out)

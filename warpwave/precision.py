@@ -126,7 +126,7 @@ PORTABLE = tuple(name for name, a in ARITHMETICS.items() if a.units != ("float16
 TARGETS: tuple[Target, ...] = (
     Target(
         "Hopper", ("sm_90",), "fp16x3", {"fp16x1": 1.0, "fp16x3": 3.0, **_costs(None, 14.8)},
-        "wgmma takes tf32 operands from shared memory only with the summed axis contiguous, so V would go through "
+        "wgmma reads tf32 operands from shared memory only with the summed axis contiguous, so V would go through "
         "registers to be transposed; 16-bit operands come either way round, scaled float16 has as many bits as tf32 at "
         "twice its rate, and bfloat16, which needs no scale, takes less time in kernels that find none",
     ),

@@ -1,4 +1,4 @@
-"""`AttentionProblem`: the description of one attention call, and every fact that follows from it alone.
+"""`AttentionProblem`: the description of one attention call, and the facts that follow from it alone.
 
 The dispatcher, the bounds, the benchmark, the tuner and the tests all describe a call by this class. It contains shapes
 and options, never tensors, devices or kernels, and imports nothing of this package. What a *technique* adds (scores
@@ -43,7 +43,7 @@ class Causal:
 
 
 class Operands(NamedTuple):
-    """The tensors of one call, in the order every kernel takes them. Absent ones are None.
+    """The tensors of one call, in the order of every kernel. Absent ones are None.
 
     `DropoutOperands`, `QuantizedOperands` and `CachedOperands` repeat these fields: a NamedTuple cannot extend another.
     """
@@ -287,8 +287,8 @@ class AttentionProblem:
     @property
     def kind(self) -> object:
         """The same object for problems that differ only in `SIZES`, the scale, the size of a softcap, the probability
-        of dropout, and the lengths of those axes of a mask or bias that are not broadcast. Rules that read none of
-        these are evaluated once per kind (`by_kind`)."""
+        of dropout, and the lengths of those axes of a mask or bias that are not broadcast. `by_kind` evaluates a rule
+        that reads none of these once per kind."""
         fields = self.__dict__
         found = fields.get("_kind")
         if found is None:
@@ -546,9 +546,9 @@ def by_kind(rule: Callable[Concatenate[AttentionProblem, P], R]) -> Callable[Con
     """Evaluates a rule once for each kind of problem, so that a new length costs a look-up.
 
     Args:
-        rule: a function of a problem and of hashable arguments that reads no size. It gets a problem whose `SIZES` and
-            scale are None, so that a rule that computes with one raises; whose softcap is 0 or 1, and dropout_p 0 or
-            0.5; and whose mask and bias have axes of 1 or 2.
+        rule: a function of a problem and of hashable arguments that reads no size. In the problem that it gets, `SIZES`
+            and the scale are None, so that computing with them raises; softcap is 0 or 1, dropout_p 0 or 0.5; axes of
+            mask and bias are 1 or 2.
 
     Returns:
         The same function. Callers must not change what it returns.

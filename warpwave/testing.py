@@ -66,9 +66,8 @@ def assert_reaches(
     """Fails unless an attention call is correct and reaches a fraction of its roofline bound.
 
     The result is compared with float64 first. Then the call is timed in rounds, and fails only if the upper end of the
-    95 % interval of the fraction is below the demand. A hiccup in a round does not fail it, nor does noise around the
-    demand: a call that just reaches the demand fails in less than one run of forty, and a faster call in fewer. A call
-    that is reliably slower fails in every run.
+    95 % interval of the fraction is below the demand. One slow round does not fail the test. A call that just reaches
+    the demand fails in less than one run of forty, and a call that is reliably slower fails in every run.
 
     Args:
         fraction_of_bound: demanded fraction of the bound, above 0 and at most 1: 0.5 is half of what the GPU could do.
@@ -84,7 +83,7 @@ def assert_reaches(
 
     Raises:
         AssertionError: the result is wrong, or too slow; the message holds the arithmetic.
-        InvalidInput: the demand or the arguments make no sense.
+        InvalidInput: the demand is not between 0 and 1, or the arguments contradict each other.
 
     Note:
         Skips the test, with the reason, if torch sees no GPU or the GPU has no data sheet. Times are device times
@@ -106,7 +105,7 @@ def assert_reaches(
     if (call is None) == (q is None):
         raise InvalidInput("give q, k and v for a call of warpwave, or call= and problem= for one of yours")
     if call is not None and problem is None:
-        raise InvalidInput("call= was given without problem=, which says what it computes")
+        raise InvalidInput("call= was given without problem=, which states what it computes")
     if q is not None and (k is None or v is None or problem is not None):
         raise InvalidInput("q needs k and v, and no problem=, which follows from them")
 
@@ -118,7 +117,7 @@ def assert_reaches(
         raise InvalidInput(f"q is on {device}; move q, k and v to the GPU")
     sheet = catalog.data_sheet(gpu)
     if sheet is None:
-        _skip(f"{gpu.name} has no data sheet in warpwave's catalogue, so its bound is not known")
+        _skip(f"{gpu.name} has no data sheet in warpwave's catalog, so its bound is not known")
 
     if call is None:
         assert q is not None and k is not None and v is not None  # checked above
@@ -127,7 +126,7 @@ def assert_reaches(
     else:
         assert problem is not None  # checked above
         if options:
-            raise InvalidInput(f"call= takes no {', '.join(options)}: problem= says what is computed")
+            raise InvalidInput(f"call= takes no {', '.join(options)}: problem= states what is computed")
         operands = make_operands(problem, device)
         theirs = call
 

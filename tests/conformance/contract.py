@@ -26,7 +26,7 @@ CACHE, STATES = "../test_kv_cache.py::", "../test_states.py::"
 CACHE_ERRORS, CALLS = "../test_kv_cache_errors.py::", "../test_cached_calls.py::"
 
 TABLE = (
-    # Edge cases and the expected behaviour
+    # Edge cases and the expected behavior
     Row(
         "fully masked row: out 0, lse -inf, its dq 0, nothing to dk and dv, never NaN",
         (EDGES + "test_rows_that_see_nothing", GRADIENTS + "test_gradients_of_empty_calls"),

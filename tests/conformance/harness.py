@@ -95,6 +95,21 @@ def bits(*tensors: Tensor | None) -> list[str]:
     return [hashlib.sha256(v.tobytes()).hexdigest()[:16] for v in values]
 
 
+def band(problem: AttentionProblem, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """Returns the pairs that the window and the causal mask show, bool [queries, keys]."""
+    i, j = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)[None, :]
+    position = i + seqlen_k - seqlen_q
+    shown = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    left, right = problem.window_size
+    if left >= 0:
+        shown &= j >= position - left
+    if right >= 0:
+        shown &= j <= position + right
+    if problem.causal is not None:
+        shown &= j <= (position if problem.causal.alignment == "bottom_right" else i)
+    return shown
+
+
 def visible(call: Call) -> list[Tensor]:
     """Returns the visible pairs by the documented definition: for each sequence, bool [heads, rows, keys]."""
     problem, operands = call.problem, call.operands
@@ -105,17 +120,7 @@ def visible(call: Call) -> list[Tensor]:
         lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
     found = []
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
-        i = torch.arange(seqlen_q, device=operands.q.device)[:, None]
-        j = torch.arange(seqlen_k, device=operands.q.device)[None, :]
-        position = i + seqlen_k - seqlen_q
-        shown = torch.ones(problem.num_heads_q, seqlen_q, seqlen_k, dtype=torch.bool, device=operands.q.device)
-        left, right = problem.window_size
-        if left >= 0:
-            shown &= j >= position - left
-        if right >= 0:
-            shown &= j <= position + right
-        if problem.causal is not None:
-            shown &= j <= (position if problem.causal.alignment == "bottom_right" else i)
+        shown = band(problem, seqlen_q, seqlen_k, operands.q.device).repeat(problem.num_heads_q, 1, 1)
         if operands.mask is not None:
             shown &= operands.mask[b % len(operands.mask)]
         if operands.bias is not None:

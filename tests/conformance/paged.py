@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.datasets import Data, fill
+from tests.conformance.harness import band
 from warpwave import AttentionProblem, CacheLayer, Causal, attention_with_kv_cache
 from warpwave.checks import describe_cached_call
 from warpwave.options import Options
@@ -166,18 +167,7 @@ def visible(call: PagedCall) -> list[Tensor]:
     problem, found = call.problem, []
     for b, keys in enumerate(call.keys):
         seqlen_q = problem.lengths[b][0] if problem.lengths else problem.seqlen_q
-        i = torch.arange(seqlen_q, device=keys.device)[:, None]
-        j = torch.arange(len(keys), device=keys.device)[None, :]
-        position = i + len(keys) - seqlen_q
-        shown = torch.ones(seqlen_q, len(keys), dtype=torch.bool, device=keys.device)
-        left, right = problem.window_size
-        if left >= 0:
-            shown &= j >= position - left
-        if right >= 0:
-            shown &= j <= position + right
-        if problem.causal is not None:
-            shown &= j <= (position if problem.causal.alignment == "bottom_right" else i)
-        found.append(shown)
+        found.append(band(problem, seqlen_q, len(keys), keys.device))
     return found
 
 

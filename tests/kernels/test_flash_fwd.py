@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpwave.gpu import ARCHS, Gpu
-from warpwave.kernels import flash_fwd
+from warpwave.kernels import flash_bwd, flash_fwd
 from warpwave.kernels.cost import visited_tiles
 from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.problem import AttentionProblem, Causal
@@ -32,9 +32,10 @@ H200 = Gpu.for_arch("sm_90")
         ((64, 64, 4, 0), "num_stages is 0; it must be at least 1"),
     ],
 )
-def test_a_config_checks_itself(fields: tuple[int, int, int, int], text: str) -> None:
+@pytest.mark.parametrize("config", [flash_fwd.Config, flash_bwd.Tile])
+def test_a_config_checks_itself(config: Any, fields: tuple[int, int, int, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        flash_fwd.Config(*fields)
+        config(*fields)
 
 
 @given(

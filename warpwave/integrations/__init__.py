@@ -1,1 +1,1 @@
-"""Doors from other libraries to warpwave's calls: one host a file. Importing a door changes nothing in its host."""
+"""Integrations with other libraries, one host a file. Importing one changes nothing in its host."""

@@ -1,4 +1,4 @@
-"""Caches of other libraries as the pages that warpwave's kernels read: views and page tables, never copies."""
+"""Presents caches of other libraries as pages that warpwave's kernels read: views and page tables, never copies."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def route(model: Any) -> Routing:
 
 
 class _Routed:
-    """What marks a routed processor."""
+    """Marks a routed processor."""
 
 
 def _routed(processor: Any) -> Any:

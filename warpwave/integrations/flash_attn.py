@@ -3,8 +3,8 @@
     from warpwave.integrations.flash_attn import flash_attn_func     # was: from flash_attn import flash_attn_func
 
 `flash_attn_3` and `flash_attn_4` are the same for `flash_attn_interface` and `flash_attn.cute`. Argument orders,
-defaults, alignments and shapes of results are those packages'. Tensors may be on any device and float32 too, and
-head_dim is not limited to 256. What warpwave cannot compute raises UnsupportedProblem, before anything is done.
+defaults, alignments and shapes of results are those packages'. Tensors may also be float32 or on other devices, and
+head_dim is not limited to 256. Calls that warpwave cannot compute raise UnsupportedProblem before anything is changed.
 
 Common to all functions: a causal mask is aligned to the last key, a query that sees no key gives 0, window_size is
 (left, right) around the position aligned to the last key, both included, and negative or None for unlimited. lse is
@@ -48,7 +48,7 @@ def options(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments of warpwave's calls that mean what these say."""
+    """Returns these arguments in the form of warpwave's calls."""
     left, right = (-1 if side is None else max(-1, side) for side in window_size)
     return {
         "softmax_scale": softmax_scale,
@@ -79,7 +79,7 @@ def for_training(deterministic: bool, dropout_p: float = 0.0, returns_probabilit
 
 
 def refuse(function: str, **given: Any) -> None:
-    """Raises UnsupportedProblem for the first argument that is given, which warpwave's calls do not have."""
+    """Raises UnsupportedProblem for the first of these arguments that is given: warpwave's calls do not have them."""
     for name, value in given.items():
         if isinstance(value, torch.Tensor) or value:
             raise UnsupportedProblem(f"{function}: warpwave has no {name}; it must be left at its default", {}, "")
@@ -213,7 +213,7 @@ def _check_cache(
 def _append(
     k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, at: torch.Tensor, k: torch.Tensor, v: Any
 ) -> None:
-    """Writes new tokens, fewer or more than there are queries, behind the first `at` tokens of each sequence."""
+    """Writes new tokens, fewer or more than there are queries, after the first `at` tokens of each sequence."""
     positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
     size = k_pages.shape[1]
     pages = table.gather(1, (positions // size).clamp(max=table.shape[1] - 1)).long()
@@ -282,7 +282,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of qkv, (batch, seqlen, 3, num_heads, head_dim)."""
+    """Computes `flash_attn_func` of qkv, (batch, seqlen, 3, num_heads, head_dim)."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -301,7 +301,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of q and kv, (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
+    """Computes `flash_attn_func` of q and kv, (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -359,7 +359,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of qkv, (total, 3, num_heads, head_dim)."""
+    """Computes `flash_attn_varlen_func` of qkv, (total, 3, num_heads, head_dim)."""
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
@@ -383,7 +383,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of q and kv, (total_k, 2, num_heads_kv, head_dim)."""
+    """Computes `flash_attn_varlen_func` of q and kv, (total_k, 2, num_heads_kv, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,

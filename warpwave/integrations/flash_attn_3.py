@@ -77,7 +77,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of qkv, (batch, seqlen, 3, num_heads, head_dim), or with num_heads_q (batch, seqlen,
+    """Computes `flash_attn_func` of qkv, (batch, seqlen, 3, num_heads, head_dim), or with num_heads_q (batch, seqlen,
     num_heads_q + 2 * num_heads_kv, head_dim)."""
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)

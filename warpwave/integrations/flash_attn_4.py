@@ -4,8 +4,8 @@
 
 `warpwave.integrations.flash_attn` states what is common. Arguments have the order of flash-attn-4 4.0.0b36; earlier
 pre-releases had fewer, and softmax_scale in place of qv. Every function returns (out, lse), with lse None unless
-return_lse. `pack_gqa`, `min_seqlen_k`, what concerns the scheduler and, for calls without a cache, `num_splits` change
-no result and are ignored.
+return_lse. `pack_gqa`, `min_seqlen_k`, the scheduler's arguments and, for calls without a cache, `num_splits` change no
+result and are ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch: its functions, computed by warpwave.
+"""torch's attention functions, computed by warpwave.
 
     from warpwave.integrations import pytorch
 
@@ -9,8 +9,8 @@
     torch.nn.attention.activate_flash_attention_impl("warpwave")
     torch.nn.attention.restore_flash_attention_impl()                     # as before
 
-What `scaled_dot_product_attention` declines, torch's own function computes; `declined()` counts the reasons. The other
-functions of this module raise an error instead.
+If `scaled_dot_product_attention` declines a call, torch's own function computes it; `declined()` counts the reasons.
+The other functions of this module raise an error instead.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def _why_not_shapes(
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is of a subclass that answers operators itself, such as a DTensor. torch's own stand-ins
-    for tracing are no such subclass."""
+    """Returns whether a tensor's subclass overrides operators, as DTensor does. torch's fake tensors for tracing do not
+    count."""
     kind = type(tensor)
     return kind not in (torch.Tensor, torch.nn.Parameter) and not kind.__module__.startswith("torch._subclasses")
 
@@ -205,7 +205,7 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def _cast_dtype(tensor: torch.Tensor, cast: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype of a tensor behind autocast, which leaves float64 and booleans."""
+    """Returns the dtype of a tensor after autocast, which leaves float64 and booleans unchanged."""
     if cast is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor.dtype
     return cast
@@ -239,8 +239,8 @@ _replaced: Any = of_torch  # what torch.nn.functional held before
 
 
 def _routed(*args: Any, **named: Any) -> torch.Tensor:
-    """Stands in torch.nn.functional while a `sdpa` context is open. Code that kept it longer gets the function before
-    it."""
+    """Replaces torch's function while a `sdpa` context is open. Code that keeps it longer calls the function that was
+    there before."""
     if _routes == 0:
         out: torch.Tensor = _replaced(*args, **named)
         return out
@@ -252,8 +252,8 @@ def sdpa() -> Iterator[None]:
     """Routes torch's name of the function, `torch.nn.functional.scaled_dot_product_attention`, through warpwave, as a
     context or as a decorator.
 
-    The name belongs to the process: while a context is open in one thread, all threads are routed, which gradients that
-    are computed again in a backward thread (checkpointing) need. Contexts may be nested and may overlap; when the last
+    The name belongs to the process: while a context is open in one thread, all threads are routed. Checkpointing needs
+    this, because it computes layers again in a backward thread. Contexts may be nested and may overlap; when the last
     one closes, the name is what it was before the first. Code that imported the function by itself, before, is not
     routed, and neither is the inference fast path of `torch.nn.TransformerEncoderLayer` and `MultiheadAttention`, which
     is one C++ function.
@@ -269,7 +269,7 @@ def sdpa() -> Iterator[None]:
     finally:
         with _routing:
             _routes -= 1
-            # Someone else's replacement, made inside, stays.
+            # A replacement made inside the context stays.
             if _routes == 0 and F.scaled_dot_product_attention is _routed:
                 F.scaled_dot_product_attention = _replaced
 
@@ -374,7 +374,7 @@ def register() -> None:
     """Registers warpwave as an implementation of torch's flash attention, under the name "warpwave".
 
     Nothing changes until `torch.nn.attention.activate_flash_attention_impl("warpwave")`. From then on warpwave computes
-    what torch gives to its flash backend on CUDA devices, forward and backward; torch decides what that is
+    the calls of torch's flash backend on CUDA devices, forward and backward. torch decides which calls these are
     (`torch.nn.attention.sdpa_kernel`): no masks, no float32, head_dim up to 256. `restore_flash_attention_impl()`
     (torch 2.11), or `.remove()` of the handle that `activate` returns internally, undoes it.
     """
@@ -391,7 +391,7 @@ class Handle:
 
     def remove(self) -> None:
         """Restores the operators' previous kernels. May be called again."""
-        self._library = None  # a library takes its kernels with it
+        self._library = None  # deleting a library removes its kernels
 
 
 def override(device: str = "CUDA") -> Handle:
@@ -447,7 +447,7 @@ class _Overrides:
         self, keyset: Any, query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False,
         return_debug_mask: bool = False, *, scale: float | None = None,
     ) -> Any:  # fmt: skip
-        """(batch, heads, seqlen, head_dim) tensors; out has the memory layout of the query."""
+        """Computes attention of (batch, heads, seqlen, head_dim) tensors; out has the memory layout of the query."""
         if return_debug_mask:
             given = (query, key, value, dropout_p, is_causal, return_debug_mask)
             return self._call_previous(_OPERATORS[3], "return_debug_mask", dropout_p, keyset, given, {"scale": scale})
@@ -465,7 +465,7 @@ class _Overrides:
         cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Any,
         philox_offset: Any, *, scale: float | None = None,
     ) -> Any:  # fmt: skip
-        """The gradients of (batch, heads, seqlen, head_dim) tensors."""
+        """Computes the gradients of (batch, heads, seqlen, head_dim) tensors."""
         grad_out, query, key, value, out = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
         options = Options(causal="bottom_right" if is_causal else "", softmax_scale=scale, dropout_p=dropout_p)
         grads = _gradients(grad_out, out, logsumexp, Operands(query, key, value), philox_seed, options)
@@ -477,7 +477,7 @@ class _Overrides:
         window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Any = None,
         alibi_slopes: Any = None, block_table: Any = None, num_splits: int | None = None,
     ) -> Any:  # fmt: skip
-        """(batch, seqlen, heads, head_dim) tensors, or packed ones with offsets."""
+        """Computes attention of (batch, seqlen, heads, head_dim) tensors, or of packed ones with offsets."""
         on_cache_with_dropout = dropout_p != 0.0 and (seqused_k is not None or block_table is not None)
         if reason := _beyond(return_debug_mask, alibi_slopes, on_cache_with_dropout):
             given = (query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
@@ -512,7 +512,7 @@ class _Overrides:
         cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Any, unused: Any, *,
         scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> Any:  # fmt: skip
-        """The gradients of `flash_attention_forward`'s tensors."""
+        """Computes the gradients of `flash_attention_forward`."""
         left, right = _window(window_size_left, window_size_right, is_causal)
         options = Options(window_left=left, window_right=right, softmax_scale=scale, dropout_p=dropout_p)
         if cum_seq_q is not None:
@@ -522,7 +522,7 @@ class _Overrides:
 
 
 def _beyond(return_debug_mask: bool, alibi_slopes: Any, on_cache_with_dropout: bool) -> str:
-    """Returns what warpwave does not take of a call of a flash operator; empty if it takes the call."""
+    """Returns the argument of a flash operator that warpwave does not support; empty if it computes the call."""
     if return_debug_mask:
         return "return_debug_mask"
     if alibi_slopes is not None:

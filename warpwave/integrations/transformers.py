@@ -8,9 +8,9 @@
 
 A model's attention is two functions under one name. `make_mask` describes a mask: plain causal and bidirectional masks,
 windows, padding and packed documents stay descriptions of the size of a row; any other mask is built as a tensor, as
-for `sdpa`. `attend` computes attention with it. Inside a graph that torch compiles or exports, a description is a
-tensor's shape. Continuous batching and returned attention weights are refused, and so is every argument that `attend`
-does not know.
+for `sdpa`. `attend` computes attention with it. Inside a graph that torch compiles or exports, a description is the
+shape of a tensor. Continuous batching and returned attention weights are refused, and so is every argument that
+`attend` does not know.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def make_mask(
     """Returns the mask of a forward pass, for all layers of a kind; transformers calls it.
 
     Returns:
-        None: all that `attend`'s is_causal says.
-        (batch, keys), boolean, True = visible: hides keys by padding; `attend` adds causality and window, aligned to
+        None: `attend`'s is_causal describes the whole mask. (batch, keys), boolean, True = visible: hides keys by
+        padding; `attend` adds causality and window, aligned to
             the last of these keys. A cache may have more cells.
         (batch, seqlen), int32: the document of each token.
         (batch, 1, seqlen_q, keys), boolean: all of the mask.
@@ -225,7 +225,7 @@ def _of_pattern(
     if left >= far and (pattern.causal or right < 0 or right >= kv_offset + keys - 1 - q_offset):
         left = right = -1
     plain = left < 0 and right < 0
-    # What None says to `attend`: all keys for one query, and causality among as many keys as queries.
+    # None means to `attend`: one query sees all keys, and masks of equal lengths are causal or full.
     if padding is None and plain and (not pattern.causal or keys == q_length or (q_length == 1 and keys == cells)):
         return None
     if tracing:
@@ -246,7 +246,7 @@ def _of_documents(pattern: Pattern, segments: torch.Tensor) -> torch.Tensor:
 
 
 def _documents(segments: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns the offsets of the documents of all rows, one behind the other, and the longest length."""
+    """Returns the offsets of the documents of all rows in order, and the longest length."""
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     offsets = begins.flatten().nonzero().flatten()
@@ -300,7 +300,7 @@ def _packed(
     """Returns the pattern within documents and the document of each token, which is None in a graph; None if a mask is
     not that of packed documents, or of something else too.
 
-    transformers gives the documents of position ids to nothing but the mask's function.
+    transformers passes the documents of position ids only to the mask's function.
     """
     if getattr(function, "__name__", "") != "and_mask":
         return None
@@ -388,7 +388,7 @@ def attend(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if attention_mask is None and cu_seq_lens_q is None:
         causal = bool(is_causal) and q.shape[1] > 1
-        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: the cells behind the queries' are not written
+        if causal and k.shape[1] > q.shape[1]:  # an empty static cache: only the queries' own cells are written
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
             position_bias = None if position_bias is None else position_bias[..., : q.shape[1]]
         return attention(q, k, v, causal=causal, mask=None, bias=position_bias, **said), None

@@ -117,7 +117,8 @@ class Backend:
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Rows of keys and values alternate in vLLM's cache: multiples of 8 keep both on addresses of 16 bytes."""
+        """Returns whether rows are multiples of 16 bytes: keys and values alternate in vLLM's cache, and both must be
+        aligned."""
         return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_DIM
 
     @classmethod
@@ -130,7 +131,7 @@ class Backend:
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """The host's lengths determine whether a batch is a plain decode step."""
+        """Returns False: the host's lengths determine whether a batch is a plain decode step."""
         return False
 
     @classmethod

@@ -1,8 +1,8 @@
-"""The factors of a paged cache of 8-bit numbers: which shapes they may have, and how kernels and torch apply them.
+"""The factors of a paged cache of 8-bit numbers: their shapes, and how kernels and torch apply them.
 
     k = k8 * k_descale,  v = v8 * v_descale,   score = softmax_scale * (q . k8) * k_descale
 
-A factor belongs to a kv head, or to a kv head of one token. Both lie in tensors that never move, and kernels read them
+A factor belongs to a kv head, or to a kv head of one token. Both are in tensors that never move, and kernels read them
 by strides. A number of 8 bits is exact in 16 bits, so kernels multiply K and V by 16-bit operands; the factors multiply
 float32 scores and float32 probabilities or sums.
 """
@@ -119,7 +119,7 @@ def check_contents(operands: CachedOperands, cells: list[tuple[torch.Tensor, tor
     """Reads the factors (this waits for the device) and refuses those that are not positive and finite.
 
     Args:
-        cells: page and slot of the tokens of each sequence whose factors are read; the others may hold anything.
+        cells: page and slot of the tokens of each sequence whose factors are read.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
@@ -175,7 +175,7 @@ def of_cells(pool: torch.Tensor, factor: torch.Tensor | None, cells: Any, dtype:
 def dequantized(
     problem: AttentionProblem, operands: CachedOperands, dtype: torch.dtype
 ) -> tuple[AttentionProblem, CachedOperands]:
-    """Returns a call on a cache of 8-bit numbers as one on the numbers that it attends with; other calls unchanged.
+    """Returns a call on a cache of 8-bit numbers as a call on the dequantized numbers; other calls unchanged.
 
     Args:
         dtype: of the new pools.

@@ -38,7 +38,7 @@ class Cost:
             items, and how often that repeats (`launch_order`).
         cut: the part of `steps` whose scores are masked, because an edge of the mask or the end of the keys cuts the
         tile.
-        trips: dependent loads and stores: of a block without steps, or else before the first step.
+        trips: dependent loads and stores of a block without steps; of other blocks, those before the first step.
         far: fraction of the additional latency of memory that each step waits for, because few tiles are in flight.
         block_us: time of an SM for each block without steps, if blocks are many and small.
         threads: threads of a block.
@@ -95,7 +95,7 @@ class Cost:
 
 
 def in_turn(parts: Sequence[Cost], workspace_bytes: int) -> Cost:
-    """Returns the cost of launches that follow one another."""
+    """Returns the total cost of launches that run one after another."""
     return Cost(
         **{name: sum(getattr(part, name) for part in parts) for name in SUMMED},
         smem_bytes=max(part.smem_bytes for part in parts),
@@ -118,9 +118,9 @@ PARTS = {"tf32": 1, "tf32x3": 2, "bf16x3": 2, "bf16x6": 3}
 def conversions(problem: AttentionProblem, gpu: Gpu, elements: int, block_m: int, num_warps: int) -> int:
     """Returns `Cost.conversions` of a loop that splits `elements` elements of operands, with tiles of `block_m` rows.
 
-    Hopper's and Blackwell's matrix units read the operands of 64 or more rows from shared memory. Others take them from
-    registers, where warps that share rows or columns of a product hold the same elements: each is split by half of them
-    (F2FP counted on sm_90).
+    Hopper's and Blackwell's matrix units read the operands of 64 or more rows from shared memory. Others read them from
+    registers, where warps that share rows or columns of a product hold the same elements: half of the warps split each
+    element (F2FP counted on sm_90).
     """
     parts = PARTS.get(precision.arithmetic(problem, gpu), 0) if problem.dtype == "float32" else 0
     once = gpu.capability in (90, 100, 103) and block_m >= 64

@@ -1,4 +1,4 @@
-"""The factors of quantized q, k and v: which shapes they may have, and where a kernel finds the factor of a token.
+"""The factors of quantized q, k and v: their shapes, and where a kernel finds the factor of a token.
 
     q = q8 * q_descale,  k = k8 * k_descale,  v = v8 * v_descale
     score = (q8 . k8) * q_descale * k_descale * softmax_scale,   out = sum(P v8 * v_descale) / sum(P)
@@ -194,14 +194,14 @@ def _text(dtypes: Any) -> str:
 @jit
 def probabilities(p, DTYPE: tl.constexpr, SCALE: tl.constexpr):
     """Returns unnormalized probabilities, at most 1, as the operand of their product with values: in DTYPE, and times
-    SCALE, which moves float8 to the end of its range, where the fewest are subnormal or 0."""
+    SCALE, which moves float8 to the upper end of its range, where fewest are subnormal or 0."""
     p = rounded(p * SCALE, DTYPE)
     return p.to(tl.float32) if IN_INTERPRETER else p
 
 
 @jit
 def float8_out(out, out_descale_ptr, LARGEST: tl.constexpr):
-    """Returns a result in units of its factor, saturated to what float8 holds; NaN stays NaN."""
+    """Returns a result in units of its factor, saturated to the range of float8; NaN stays NaN."""
     out = out / tl.load(out_descale_ptr)
     bounded = tl.minimum(tl.maximum(out, -LARGEST), LARGEST)
     return tl.where(out == out, bounded, out)
@@ -272,7 +272,7 @@ def shapes(problem: AttentionProblem) -> tuple[tuple[int, ...] | None, ...]:
 def dequantized(
     problem: AttentionProblem, operands: QuantizedOperands, dtype: torch.dtype
 ) -> tuple[AttentionProblem, Operands]:
-    """Returns a quantized call as an ordinary one on the numbers that it attends with.
+    """Returns a quantized call as an ordinary call on the dequantized numbers.
 
     Args:
         dtype: torch.float32, or torch.float64 in which the products with the factors are exact.

@@ -1,4 +1,5 @@
-"""Which probabilities dropout drops: one function of the seed and of positions, on every device and in every kernel.
+"""Dropout: one function of the seed and of positions decides which probabilities are dropped, on every device and in
+every kernel.
 
 The pair of query i and key j, of query head h in batch item b, has a random word of 32 bits. It is dropped if the word,
 as a signed number, is below `threshold(p)`; a pair that is kept counts `scale(p)` times. The words are those of
@@ -10,12 +11,13 @@ BigCrush), and a seed is two 64-bit integers (seed, offset):
     word     = number (bit 3 of j) + 2 * (bit 3 of i) of Philox(key, counter)
 
 i and j count from the beginning of their sequence and b counts sequences, so a packed sequence drops what the same
-sequence of a dense batch drops. Tiles, configs and kernels have no part in it. Pairs of equal positions in different
+sequence of a dense batch drops. It does not depend on tiles, configs or kernels. Pairs of equal positions in different
 sequences never share a counter, and different offsets have different keys, so neighboring offsets are independent.
 
 Why bit 3: four pairs share one call. In the accumulator of a wgmma instruction, a thread holds rows r and r + 8 and
-columns c and c + 8, in a tile of scores and in a transposed one. So it uses all four words of a call, and no data is
-exchanged. With mma instructions, whose warps share the columns of a tile, it uses two, and elsewhere one or two.
+columns c and c + 8, in a tile of scores and in a transposed one. It uses all four words of a call, and no data is
+exchanged. With mma instructions, whose warps share the columns of a tile, a thread uses two words, elsewhere one or
+two.
 """
 
 from __future__ import annotations
@@ -150,8 +152,8 @@ def philox(key: tuple[torch.Tensor, ...], counter: tuple[torch.Tensor, ...]) -> 
 
 @jit
 def _philox(k0, k1, c0, c1, c2, c3):
-    """Returns the four words of Philox4x32-7. Each product is one of 64 bits: `tl.philox` makes two of each, one for
-    either half, and most GPUs compute both halves in one instruction."""
+    """Returns the four words of Philox4x32-7. Each product has 64 bits. `tl.philox` computes both halves separately,
+    although most GPUs compute them in one instruction."""
     for _ in tl.static_range(ROUNDS):
         even = c0.to(tl.uint64) * EVEN
         odd = c2.to(tl.uint64) * ODD
@@ -196,8 +198,8 @@ def dropout_keeps(key, batch, head, row_begin, rows, key_begin, keys, threshold)
     Args:
         key: from `load_dropout_key`.
         row_begin, key_begin: positions in the sequence at which the tile begins, multiples of 16.
-        rows, keys: positions in the tile, int32, that broadcast to it. They are apart from where it begins so that the
-            compiler sees which pairs share a call, and computes it once.
+        rows, keys: positions in the tile, int32, that broadcast to it. They do not include the tile's begin, so that
+            the compiler sees which pairs share a call, and computes the call once.
         threshold: from `threshold`.
     """
     return dropout_words(key, batch, head, row_begin, rows, key_begin, keys) >= threshold

@@ -17,13 +17,13 @@ STATISTICS_BYTES = 8  # log-sum-exp and delta of a row, float32
 
 
 def of_queries(problem: AttentionProblem, block_m: int, block_n: int, widths: tuple[int, int], walks: int = 1) -> Cost:
-    """Returns the cost of a launch that owns queries, walks keys and writes dQ: S, dP, dQ. It is not the first that
-    computes S and dP.
+    """Returns the cost of a launch that owns queries, walks keys and writes dQ: S, dP, dQ. An earlier launch has
+    computed S and dP.
 
     Args:
         block_m, block_n: queries that a block owns, and keys of a step.
         widths: columns of a tile of q and k, and of a tile of v and dO.
-        walks: how often it walks the keys; dQ is summed in the last walk.
+        walks: number of walks over the keys; dQ is summed in the last one.
     """
     size, rows, keys = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q, keys_of(problem)
     visited, longest, items, cut = walk(problem, block_m, block_n)
@@ -64,8 +64,8 @@ def of_keys(
     Args:
         block_m, block_n: queries of a step, and keys that a block owns.
         widths: as in `of_queries`.
-        products: how many sum over head_dim or write dK, and how many sum over head_dim_v or write dV: (2, 2) for dK
-            and dV, (2, 1) for dK alone, (1, 1) for dV alone.
+        products: number of products that sum over head_dim or write dK, and that sum over head_dim_v or write dV: (2,
+            2) for dK and dV, (2, 1) for dK alone, (1, 1) for dV alone.
         repeats: how many of these an earlier launch has computed.
     """
     size, keys = DTYPE_BYTES[problem.dtype], keys_of(problem)

@@ -1,7 +1,6 @@
-"""Device code for keys in pages of a pool: finds a sequence's row of the page table, and the pages of a tile's keys.
-
-An invalid length, row or page id is clamped: the data read is not what was meant, but it is inside the tensor.
-Kwon et al., "Efficient memory management for large language model serving with PagedAttention" (2023).
+"""Device code for keys in pages of a pool: finds a sequence's row of the page table, and the pages of a tile's keys. An
+invalid length, row or page id is clamped: the wrong data is read, but inside the tensor. Kwon et al., "Efficient memory
+management for large language model serving with PagedAttention" (2023).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW: tl.constexpr
 def key_ranges(
     row_begin, row_last, seqlen_k, low, high, BLOCK_N: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr
 ):
-    """Where the keys of a query tile begin and end, and which tiles in between every query sees whole.
+    """Returns where the keys of a query tile begin and end, and which tiles in between every query sees whole.
 
     Returns:
         key_begin, key_end: keys outside are seen by no query of the tile.
@@ -146,7 +146,7 @@ def key_ranges(
         key_end = tl.minimum(key_end, row_last + high + 1)
         whole_end = tl.minimum(whole_end, row_begin + high + 1)
     if HAS_LOW and HAS_HIGH:
-        # A window that begins behind the diagonal (top-left causal) shows nothing at all.
+        # A window that begins past the diagonal (top-left causal) shows nothing at all.
         key_end = tl.where(low > high, 0, key_end)
     first = key_begin // BLOCK_N * BLOCK_N
     last = tl.cdiv(tl.maximum(key_end, 0), BLOCK_N) * BLOCK_N
@@ -157,7 +157,7 @@ def key_ranges(
 
 @jit
 def in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
-    """64-bit, for a stride in elements may pass 2^31 where it did not in units."""
+    """Returns a stride in elements, in 64 bits: it may exceed 2^31 although the stride in units does not."""
     return (
         tl.cast(stride_batch, tl.int64) * UNIT,
         tl.cast(stride_row, tl.int64) * UNIT,

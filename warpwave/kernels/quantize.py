@@ -9,7 +9,7 @@ make the numbers that share a factor more alike, and none of them changes the so
   `(q R) . (k R) = q . k`. R is a Hadamard matrix with random signs. Ashkboos et al., "QuaRot" (2024), section 4.
 - clipping ignores the largest magnitudes of a block: they saturate, and all others keep more bits.
 
-The mean of k is read off in a pass before; quantize_tensor.py does the rest.
+A separate pass computes the mean of k; quantize_tensor.py does the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRANULARITIES = ("tensor", "head", 64, 128)
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized q, k and v, and everything that undoes it.
+    """Quantized q, k and v, and what undoes the quantizing.
 
     Args:
         q, k, v: of the shapes of the originals, contiguous.
@@ -41,7 +41,7 @@ class Quantized:
             (num_heads_kv, head_dim); None without smoothing.
         rotated: whether q and k are rotated.
         saturated: int64 (3,), how many values of q, k and v saturated, on the device; 0 without clipping.
-        moved_bytes: what quantizing read from and wrote to memory, factors excepted.
+        moved_bytes: bytes that quantizing read from and wrote to memory, without the factors.
         cu_seqlens_q, cu_seqlens_k: of packed calls.
     """
 
@@ -159,8 +159,8 @@ def quantize(
 
 
 def _mean_of_keys(k: torch.Tensor) -> torch.Tensor:
-    """Returns the mean of the keys of each head, and of each sequence of a dense batch. Packed sequences share one:
-    any vector that all keys of a sequence lose leaves its softmax as it is."""
+    """Returns the mean of the keys of each head, and of each sequence of a dense batch. Packed sequences share one,
+    because subtracting the same vector from all keys of a sequence does not change its softmax."""
     along = k.dim() - 3
     if not k.shape[along]:
         return k.new_zeros((*k.shape[:along], *k.shape[-2:]), dtype=torch.float32)

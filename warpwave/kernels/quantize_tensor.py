@@ -1,7 +1,7 @@
 """Quantizes one tensor: the launch that rounds blocks of tokens and finds their factors, and the same by torch.
 
-A factor is the largest magnitude among the numbers that share it, over the largest number of the dtype. On the way the
-tensor may be rotated, lose a mean, and have its largest magnitudes clipped (quantize.py).
+A factor is the largest magnitude among the numbers that share it, over the largest number of the dtype. Before it is
+rounded, the tensor may be rotated, have a mean subtracted, and have its largest magnitudes clipped (quantize.py).
 
 Bound: memory. The factors of blocks are found by the launch that rounds the blocks, which reads the tensor once. A
 factor of a head or of a tensor needs a launch before it.
@@ -383,7 +383,8 @@ def specify(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, bl
             "IS_VARLEN": is_packed,
             "HAS_CLIPPING": source.percentile < 1,
         },
-        # A rounding less in `x - mean`, or before rounding to integers, would make other bits than torch's.
+        # Fused multiply-adds round once less, in `x - mean` and before rounding to integers, so bits would differ from
+        # torch's.
         options={"num_warps": min(16, max(4, tokens * block_d // 1024)), "num_stages": 1, "enable_fp_fusion": False},
     )
 

@@ -12,8 +12,8 @@ Differences in behavior are handled here:
     masks              a boolean mask, a bias of minus infinity and position may hide a pair at once; torch takes one
                        mask. Its own causal mask, aligned to the first key, is requested by is_causal.
     NaN and Inf        torch adds minus infinity to a hidden score and multiplies the values of hidden keys by 0: both
-                       let NaN and Inf through; and a row whose scores hold one is 0 at some lengths. Unless q and k,
-                       and also v if something is hidden, rule them out, eager computes the call.
+                       let NaN and Inf through; and a row whose scores hold one is 0 at some lengths. eager computes the
+                       call unless q and k, and also v if something is hidden, are known to be finite.
 
 It returns no log-sum-exp and supports no softcap, sinks or ALiBi: those are refused.
 

@@ -50,8 +50,8 @@ class PagedKVCache:
 
     Args:
         num_pages: pages of the pool, for all sequences together.
-        page_size: tokens of a page, a power of two: 1, 16, 32, 64, 128, 256. Small pages waste less at the ends of
-            sequences, large ones take fewer table look-ups.
+        page_size: tokens of a page, a power of two: 1, 16, 32, 64, 128, 256. Small pages waste less memory at the ends
+            of sequences, large ones need fewer table look-ups.
         num_heads_kv, head_dim: heads and head size of K; V has the same heads.
         head_dim_v: head size of V; head_dim if None.
         num_layers: layers that share the tables; each has its own pools.
@@ -412,7 +412,7 @@ class PagedKVCache:
         name: str = "counts",
         rotary: Rotary | None = None,
     ) -> Append:
-        """Checks and compiles an append. Nothing has changed yet.
+        """Checks and compiles an append, without changing anything.
 
         Args:
             q: queries to rotate along with k_new.
@@ -532,7 +532,7 @@ class PagedKVCache:
         return sequences
 
     def _growth(self, rows: list[int], sequences: list[SequenceRecord], counts: list[int]) -> Growth:
-        """Finds pages for new tokens and prepares the changes. Nothing has changed yet."""
+        """Finds pages for new tokens and prepares the changes, without making them."""
         size, references = self.page_size, Counter[int]()
         shared = []  # (row, sequence, its last page), if others share the page and it would write into it
         needed = 0

@@ -1,1 +1,1 @@
-"""The launch path of a kernel: launches, the CUDA driver, tensor maps, scratch memory."""
+"""How a kernel starts: launches, the CUDA driver, tensor maps, scratch memory."""

@@ -1,4 +1,4 @@
-"""Counters from which the blocks of a launch draw tiles. They are zero before and after each launch."""
+"""Tile counters: the blocks of a launch draw tiles from one. It is zero before and after each launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Counters:
             if self.taken < self.CAPTURED:
                 self.taken += 1
                 return self.for_graphs[self.taken - 1 : self.taken]
-            return torch.zeros(1, dtype=torch.int32, device=self.device)  # the graph itself zeroes it at each replay
+            return torch.zeros(1, dtype=torch.int32, device=self.device)  # the graph zeroes it at each replay
         counter = self.of_stream.get(stream)
         if counter is None:
             counter = outlasting(lambda: torch.zeros(1, dtype=torch.int32, device=self.device), self.device)

@@ -1,13 +1,14 @@
-"""Kernels that Triton compiled, started by a call of the CUDA driver's.
+"""Launches kernels that Triton compiled by the CUDA driver's own call.
 
-Triton's own launcher takes every argument of a kernel at every call, some sixty Python objects with the compile-time
-constants, and reads them one by one, which costs more than to launch. Here they are laid out in memory once for the
-stream and the addresses that a launch meets, and `cuLaunchKernelEx` (CUDA driver API, "Execution Control") is told
-where. What lies there is never written again, so threads share it.
+Triton's launcher reads every argument of a kernel at every call, about sixty Python objects with the compile-time
+constants, which takes longer than the launch itself. Here the parameters are written to memory once for each stream and
+set of addresses, and `cuLaunchKernelEx` (CUDA driver API, "Execution Control") gets a pointer to them. This memory is
+never changed, so threads share it.
 
-The call is public; which parameters a compiled kernel has is Triton's affair: those of its signature that are no
-compile-time constants, a tensor map followed by its shape and strides, and two pointers to scratch memory at the end.
-So this serves the versions that were read; other kernels start through Triton (warpwave.runtime.launch).
+The call is public, but the list of a compiled kernel's parameters is private to Triton: all of the signature except
+compile-time constants, each tensor map followed by its shape and strides, and two pointers to scratch memory at the
+end. Only Triton versions whose source was read are launched this way; others launch through Triton
+(warpwave.runtime.launch).
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from typing import Any, Protocol
 from warpwave.runtime.triton_or_stub import triton
 
 READ_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
-MAX_PREPARED = 1024  # launches of one plan remembered; a model meets one or two for each of its layers
+MAX_PREPARED = 1024  # prepared launches of one plan; a model needs one or two for each layer
 
 # (config, function, parameters, None) -> 0, or an error: addresses of a `_Config`, of the loaded kernel, and of an
 # array of the addresses of its parameters.
 Start = Callable[[int, int, int, None], int]
 Key = tuple[int, ...]  # the stream, then addresses
-Prepared = tuple[int, int, Any]  # what `Start` takes of a launch, and the memory that it lies in
+Prepared = tuple[int, int, Any]  # the addresses for `Start`, and the memory that they point to
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: may begin while the launch before it ends
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: may begin while the previous launch ends
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
-_MAP_OFFSET = 128  # of the 128 bytes of a tensor map in Triton's object for it, which is aligned to as many
+_MAP_OFFSET = 128  # of the map in Triton's object for it; both take 128 bytes and are aligned to 128
 
 
 class TensorMap(Protocol):
-    """How a tensor map sees a tensor.
+    """What a tensor map states about a tensor.
 
     Attributes:
-        source: which of a launch's arguments it describes, by number.
+        source: number of the launch's argument that it describes.
         shape, strides: of at most five axes, strides in elements; nothing outside `shape` is read or written.
         block: what one copy moves.
     """
@@ -53,10 +54,10 @@ class TensorMap(Protocol):
     @property
     def block(self) -> tuple[int, ...]: ...
     def descriptor(self, tensor: Any) -> Any:
-        """Triton's own object, for compiling and for its public call."""
+        """Returns Triton's own object, for compiling and for its public call."""
 
 
-# (map, address) -> Triton's object for the tensor map of what lies there.
+# (map, address) -> Triton's object for the tensor map of the tensor at that address.
 Encode = Callable[[TensorMap, int], Any]
 
 
@@ -82,8 +83,8 @@ _CONFIG = "7I4xQQI4x"  # `_Config` as the struct module packs it
 
 @cache
 def library() -> Any:
-    """The driver's library, None where there is none. Python's lock is released in its calls: a launch waits where a
-    thousand are ahead of it."""
+    """Returns the driver's library, or None. Its calls release Python's lock, because a launch waits if a thousand
+    others are queued."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -92,7 +93,7 @@ def library() -> Any:
 
 @cache
 def start_call() -> Start | None:
-    """`cuLaunchKernelEx`, None where there is none."""
+    """Returns `cuLaunchKernelEx`, or None if the driver lacks it."""
     call = getattr(library(), "cuLaunchKernelEx", None)
     if call is not None:
         call.argtypes = (ctypes.c_void_p,) * 4
@@ -108,8 +109,8 @@ _thread = _Thread()
 
 
 def attach(index: int) -> None:
-    """Gives this thread the device's context, once, if it has none, as a thread that has called nothing of CUDA's yet:
-    torch would do so at its first launch, but memory may come from its cache."""
+    """Gives this thread the device's context if it has none, once. A thread that has not called CUDA has none: torch
+    sets it at its first launch, and allocations may come from torch's cache."""
     if _thread.attached:
         return
     _thread.attached = True
@@ -122,26 +123,26 @@ def attach(index: int) -> None:
 
 
 class Layout:
-    """Where the parameters of one compiled kernel lie: what its launches on any sizes have in common.
+    """The memory layout of one compiled kernel's parameters, which its launches on all sizes share.
 
-    Each parameter has a slot of 8 bytes. The slots of addresses and tensor maps stay empty, because what they point to
-    is known at a launch.
+    Each parameter has a slot of 8 bytes. The slots of addresses and tensor maps stay empty, because addresses are known
+    only at a launch.
 
     Attributes:
         function: the loaded kernel, as `Start` takes it.
-        kinds: of each parameter, Triton's own included: a number's format of the struct module, "" for an address.
-        pointers: which parameters are addresses, and the place of each in the keys.
-        maps: which are tensor maps, the place of what each describes, and how to encode it.
+        kinds: for each parameter, Triton's own included: a number's format in the struct module, "" for an address.
+        pointers: the parameters that are addresses, and the place of each in the keys.
+        maps: the parameters that are tensor maps, the place of the tensor's address, and the encoder.
     """
 
     def __init__(self, function: int, threads: int, smem_bytes: int, ahead: bool) -> None:
-        """Of no parameters yet.
+        """Makes a layout without parameters.
 
         Args:
             function: the loaded kernel.
             threads: of a block.
             smem_bytes: shared memory of a block.
-            ahead: whether it may begin before the launch ahead of it in its stream has ended.
+            ahead: whether it may begin before the previous launch in its stream has ended.
         """
         self.function, self.threads, self.smem_bytes = function, threads, smem_bytes
         self.attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION) if ahead else None
@@ -163,17 +164,17 @@ class Layout:
         self.kinds.append(kind)
 
     def add_map(self, plan: TensorMap, place: int, encode: Encode) -> None:
-        """Adds the next tensor map; its shape and strides follow it as numbers."""
+        """Adds a tensor map, which its shape and strides follow as numbers."""
         assert not self.numbers, "a kernel's tensors come before its numbers"
         self.maps.append((len(self.kinds), place, encode))
         self.kinds += ["", *"i" * len(plan.shape), *"q" * len(plan.strides)]
 
     def done(self) -> Layout:
-        """Closes the list: Triton adds two pointers to scratch memory, which these kernels do not use."""
+        """Ends the list with Triton's two pointers to scratch memory, which these kernels do not use."""
         self.kinds += "QQ"
         self.packed = struct.Struct("<" + "".join(f"{k}{8 - struct.calcsize(k)}x" if k else "8x" for k in self.kinds))
         places = [*(place for _, place in self.pointers), *(place for _, place, _ in self.maps)]
-        # A prepared launch: its config, its key, where each parameter is, and the slots of the parameters.
+        # A prepared launch: its config, its key, the address of each parameter, and the slots.
         config, key = struct.calcsize("<" + _CONFIG), 8 * (1 + max(places, default=0))
         self.addresses_at, self.slots_at = config + key, config + key + 8 * len(self.kinds)
         self.key_at = config
@@ -183,21 +184,21 @@ class Layout:
 
 
 class Launches:
-    """The launches of one compiled kernel on one grid, each prepared when its addresses first come.
+    """The launches of one compiled kernel on one grid. Each is prepared when its addresses are first used.
 
     Attributes:
         function: the loaded kernel, as `Start` takes it.
-        prepared: by stream and addresses, what it takes besides.
+        prepared: stream and addresses -> prepared launch.
     """
 
     def __init__(self, layout: Layout, index: int, grid: int, values: Sequence[Any], maps: Sequence[TensorMap]) -> None:
-        """Packs what never changes.
+        """Packs the numbers, which never change.
 
         Args:
             layout: the kernel's.
             index: of the device.
             grid: number of thread blocks.
-            values: what the parameters after the tensors take.
+            values: the values of the parameters after the tensors.
             maps: the tensor maps, in order.
         """
         self.function = layout.function
@@ -210,8 +211,8 @@ class Launches:
         self._packed = layout.packed.pack(*shapes, *[values[i] for i in layout.numbers], 0, 0)
 
     def prepare(self, key: Key) -> Prepared:
-        """Lays a launch out in memory: the key's stream, and its addresses where the parameters take them."""
-        attach(self._index)  # without a context the driver encodes no map
+        """Writes a launch on the key's stream and addresses to memory."""
+        attach(self._index)  # the driver needs a context to encode maps
         layout = self._layout
         memory = layout.memory()
         first = ctypes.addressof(memory)
@@ -237,14 +238,14 @@ class Launches:
 
 
 def layout(compiled: Any, run: Any, values: Sequence[Any], tensors: int) -> Layout | None:
-    """A compiled kernel's layout; None where this Triton is not known, or does more for this kernel than to launch it.
+    """Returns a compiled kernel's layout; None if this version of Triton is not known, or does more for this kernel
+    than launch it.
 
     Args:
         compiled: Triton's compiled kernel, its module loaded.
         run: its `run`.
-        values: what each parameter of its signature takes: a number, the place of an address in the launches' keys, as
-            an `Address`, or a `(TensorMap, Address)`; what a compile-time constant or an absent pointer takes does not
-            matter.
+        values: the value of each parameter of its signature: a number, an `Address`, or a `(TensorMap, Address)`. The
+            values of compile-time constants and absent pointers are not read.
     """
     metadata, signature = compiled.metadata, compiled.src.signature
     if not passes_on(run) or getattr(metadata, "num_ctas", 1) != 1 or run.launch_cooperative_grid:
@@ -271,15 +272,15 @@ def layout(compiled: Any, run: Any, values: Sequence[Any], tensors: int) -> Layo
 
 
 class Address:
-    """Stands for the address at a place in the launches' keys."""
+    """The place of an address in the launches' keys."""
 
     def __init__(self, place: int) -> None:
         self.place = place
 
 
 def passes_on(run: Any) -> bool:
-    """Whether `run` does nothing but to launch, in a Triton that is known: no memory to allocate, no sanitizer's
-    arguments to add."""
+    """Returns whether `run` only launches, in a known version of Triton: it allocates no memory and adds no sanitizer's
+    arguments."""
     import torch
 
     wants = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
@@ -289,7 +290,7 @@ def passes_on(run: Any) -> bool:
 
 
 def _encoder(meta: Any) -> Encode | None:
-    """How to encode maps of one kind of what lies at an address; None where this Triton hides it."""
+    """Returns the encoder of one kind of tensor maps; None if this version of Triton does not expose it."""
     utils = triton.runtime.driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or getattr(utils, "fill_tma_descriptor", None)
     if fill is None or not meta or meta.get("fp4_padded"):

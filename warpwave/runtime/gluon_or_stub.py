@@ -1,6 +1,6 @@
-"""Gluon, if Triton has it, under one set of names: covers only what Triton 3.6 to 3.9 name differently.
+"""Gluon under one set of names, for what Triton 3.6 to 3.9 name differently.
 
-Without Triton every name is a stub, as in `triton_or_stub`, so that a kernel's claims and costs are available anywhere.
+Without Triton every name is a stub, as in `triton_or_stub`, so that kernels' claims and costs are available anywhere.
 """
 
 from __future__ import annotations

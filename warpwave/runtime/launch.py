@@ -1,9 +1,9 @@
-"""Bound launchers: compile once, then launch with nothing left to decide.
+"""Bound launchers: compile a kernel once, then launch it without further decisions.
 
 `bind` compiles a Triton kernel for the arguments of one call and returns a function that launches it again on other
-tensors of the same shapes, strides and alignment. Triton's own call path binds, specialises and looks up every
-argument anew, 10 us a call and 20 more for each tensor map; a bound launcher asks the tensors for their addresses, and
-the CUDA driver to start what was prepared for these (driver.py).
+tensors of the same shapes, strides and alignment. Triton's own call path binds, specializes and looks up every argument
+again, which takes 10 us a call and 20 more for each tensor map. A bound launcher reads the tensors' addresses and
+launches what was prepared for them (driver.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("warpwave")
 _interpreter = threading.Lock()  # Triton's interpreter keeps its program in globals: two threads crash the process
 MAX_VARIANTS = 4096
 _variants: Bounded[tuple[Any, ...], Variant] = Bounded(MAX_VARIANTS)
-_compiling = [threading.Lock() for _ in range(64)]  # by hash of a variant's key; two keys that share one take turns
+_compiling = [threading.Lock() for _ in range(64)]  # by hash of a variant's key
 
 
 class Launch(NamedTuple):
-    """One kernel launch, fully decided.
+    """All properties of one kernel launch.
 
     Args:
         kernel: a `triton.jit` function whose parameters are tensors, then scalars, then compile-time constants.
         grid: number of programs, at most 2^31 - 1.
-        tensors: the pointer arguments, in order, None where absent; a `Mapped` where the kernel copies by TMA.
-        scalars: the run-time sizes, strides and floats, in order; None where absent, as a tensor.
+        tensors: the pointer arguments, in order; None if absent, a `Mapped` if the kernel copies it by TMA.
+        scalars: the run-time sizes, strides and floats, in order; None if absent.
         constants: the compile-time constants, in order, by name.
         options: num_warps, num_stages, enable_fp_fusion.
     """
@@ -52,24 +52,24 @@ class Launch(NamedTuple):
     options: Mapping[str, Any]
 
     def pointers(self) -> list[Any]:
-        """The tensors as Triton takes them: a tensor descriptor for each `Mapped`."""
+        """Returns the tensors as Triton takes them: a tensor descriptor for each `Mapped`."""
         return [t.plan.descriptor(t.base) if isinstance(t, Mapped) else t for t in self.tensors]
 
 
 class Mapped(NamedTuple):
-    """A tensor as a kernel gets it by TMA. Its descriptor takes 15 us to make and is needed to compile only."""
+    """A tensor that a kernel copies by TMA. Its descriptor takes 15 us to make and is needed only to compile."""
 
     plan: driver.TensorMap
     base: torch.Tensor
 
     def variant(self) -> tuple[Any, ...]:
-        """What Triton compiles anew for: an address is always aligned."""
+        """Returns the properties for which Triton compiles again. A mapped address is always aligned."""
         return self.base.dtype, self.plan.block
 
 
 COUNTER = "counter"
-# What a tensor among a kernel's parameters is: the launcher's argument of that number, a tensor map of one, the
-# stream's counter, or nothing.
+# The source of a kernel's tensor parameter: the launcher's argument of that number, a tensor map of one, the stream's
+# counter, or None.
 Take = int | driver.TensorMap | str | None
 Launcher = Callable[..., None]
 Sizes = tuple[int, Sequence[Any], Sequence[driver.TensorMap]]  # of a launch: grid, scalars, tensor maps
@@ -79,12 +79,12 @@ def bind(spec: Launch, takes: Sequence[Take] | None = None, counters: Counters |
     """Compiles a launch and returns its launcher.
 
     Args:
-        takes: for each of the spec's tensors, what it is; if None, each the argument in its place.
-        counters: where a `COUNTER` comes from.
+        takes: the source of each of the spec's tensors; None if they are the arguments in order.
+        counters: provide the `COUNTER`.
 
     Returns:
         `launch(*arguments)`: launches on tensors of the same dtypes, shapes, strides and 16-byte alignment, on the
-        current stream of their device. What was absent is None, or left out behind the last that was there.
+        current stream of their device. Absent tensors are None; those after the last present one may be left out.
 
     Raises:
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
@@ -127,7 +127,7 @@ class Family:
         return self.launcher(*sizes)  # type: ignore[return-value]
 
     def _bits_of(self, scalars: Sequence[Any]) -> Sequence[Any]:
-        """Returns the properties of the scalars for which Triton compiles anew."""
+        """Returns the properties of the scalars for which Triton compiles again."""
         integers = self._integers(scalars)
         bits: list[Any] = []
         if max(integers) >= 2**31 or min(integers) < -(2**31):
@@ -137,7 +137,7 @@ class Family:
         return bits
 
     def launcher(self, grid: int, scalars: Sequence[Any], maps: Sequence[driver.TensorMap] = ()) -> Launcher | None:
-        """Returns the launcher of another launch; None if Triton compiles anew for its scalars.
+        """Returns the launcher of another launch; None if Triton would compile again for its scalars.
 
         Args:
             maps: the launch's tensor maps, in order.
@@ -157,9 +157,9 @@ class Family:
         return _by_run(grid, self._given, rest, variant.compiled, variant.run, self._device.index, elsewhere)
 
     def _starter(self) -> Callable[[driver.Launches, Sizes], Any]:
-        """Returns a function that makes launchers of prepared launches. They leave to Triton's public call what the
-        driver's does not serve: another device is current, a profiler listens to launches, or the driver reports an
-        error, as to a thread that has no context yet."""
+        """Returns a function that makes launchers of prepared launches. They use Triton's public call if another device
+        is current, if a profiler has a launch hook, or if the driver reports an error, for example because the thread
+        has no context."""
         counters = self._counters
         make = _maker(tuple(self._variant.numbers), counters is not None)
         return make(
@@ -199,7 +199,7 @@ def _number(take: Take) -> int | None:
 
 
 def _taken(take: Take, arguments: Sequence[torch.Tensor | None], counters: Counters | None) -> Any:
-    """What Triton's public call takes."""
+    """Returns a parameter's value for Triton's public call."""
     if isinstance(take, str):
         assert counters is not None
         return counters.get(torch.cuda.current_stream().cuda_stream)
@@ -208,8 +208,8 @@ def _taken(take: Take, arguments: Sequence[torch.Tensor | None], counters: Count
     return take.descriptor(arguments[take.source])
 
 
-# A function for each number of arguments: to gather the addresses of any number costs three times what it does to name
-# them (2.5 and 0.8 us for four of eleven).
+# One function is generated for each number of arguments: gathering addresses in a loop takes three times as long as
+# naming them (2.5 and 0.8 us for four of eleven).
 _LAUNCH = """
 def make(elsewhere, index, hook, current_device, current_stream, capturing, counters, of_stream, start):
     def launcher(launches, sizes):
@@ -236,9 +236,9 @@ _COUNTER = """counter = of_stream.get(stream)
 
 @functools.cache
 def _maker(numbers: tuple[int, ...], counted: bool) -> Callable[..., Callable[..., None]]:
-    """Returns the function whose result makes launchers that take the addresses of these arguments, and a counter's.
+    """Returns a function that makes a maker of launchers, which read the addresses of these arguments and of a counter.
 
-    There is one for each number of arguments, not one for each plan: the launchers of plans are closures.
+    There is one for each number of arguments, not for each plan: the launchers of plans are closures.
     """
     names = [f"a{i}" for i in range(numbers[-1] + 1)]
     key = ["stream", *(f"a{i}.data_ptr()" for i in numbers), *(["counter.data_ptr()"] if counted else [])]
@@ -257,7 +257,8 @@ def _maker(numbers: tuple[int, ...], counted: bool) -> Callable[..., Callable[..
 def _by_run(
     grid: int, takes: Sequence[Take], rest: tuple[Any, ...], compiled: Any, run: Any, index: int, elsewhere: Launcher
 ) -> Launcher:
-    """A launcher that calls Triton's own with pointers in place of tensors: on AMD, and for what driver.py refuses.
+    """Returns a launcher that calls Triton's own with pointers in place of tensors: on AMD, and for kernels that
+    driver.py refuses.
 
     Args:
         rest: the arguments after the pointers. Triton's launcher takes every argument of the signature, including
@@ -277,13 +278,13 @@ def _by_run(
 
 
 class Variant(NamedTuple):
-    """What launches of different sizes share.
+    """A compiled kernel, which launches of different sizes share.
 
     Attributes:
         compiled: Triton's compiled kernel, its module loaded.
         run: its `run`.
-        layout: of its parameters; None where Triton's own launcher starts it.
-        numbers: of the launcher's arguments whose addresses count, in order.
+        layout: of its parameters; None if Triton's own launcher starts it.
+        numbers: the launcher's arguments whose addresses are read, in order.
     """
 
     compiled: Any
@@ -293,8 +294,7 @@ class Variant(NamedTuple):
 
 
 def variant_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> Variant:
-    """Returns the variant of a launch, compiled when it first comes. A thread that needs what another thread compiles
-    waits for it.
+    """Returns the variant of a launch, compiled on first use. If another thread is compiling it, waits for that thread.
 
     Raises:
         RuntimeError: the kernel is not compiled yet and a CUDA graph is being captured.
@@ -314,7 +314,7 @@ def variant_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> Var
 def _compiled_variant(spec: Launch, takes: Sequence[Take], device: torch.device) -> Variant:
     compiled, run = _load(spec, device)
     numbers = sorted({n for n in map(_number, takes) if n is not None})
-    # The key of a launch: its stream, the addresses of the arguments that there are, the counter's.
+    # The key of a launch: its stream, the addresses of the present arguments, and the counter's.
     places = {number: driver.Address(1 + i) for i, number in enumerate(numbers)}
     values: list[Any] = []
     for take in takes:
@@ -339,7 +339,7 @@ def _load(spec: Launch, device: torch.device) -> tuple[Any, Any]:
 
 
 def _key_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> tuple[Any, ...]:
-    """Returns what Triton compiles anew for, and which arguments the parameters take."""
+    """Returns the properties for which Triton compiles again, and the sources of the parameters."""
     kernel, _, tensors, scalars, constants, options = spec
     classes = [
         t if t is None else t.variant() if t.__class__ is Mapped else (t.dtype, not t.data_ptr() & 15) for t in tensors
@@ -353,13 +353,13 @@ def _key_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> tuple[
 
 @functools.cache
 def _specialized(kernel: Any, num_tensors: int) -> tuple[int, ...]:
-    """Returns which of a kernel's scalars Triton compiles anew for where they are 1 or a multiple of 16."""
+    """Returns the scalars of a kernel that Triton specializes for 1 and for multiples of 16."""
     scalars = (p for p in kernel.params[num_tensors:] if not p.is_constexpr)
     return tuple(i for i, parameter in enumerate(scalars) if not parameter.do_not_specialize)
 
 
 def _compile(spec: Launch) -> Any:
-    """Returns Triton's compiled kernel for a launch, from its caches where it has one."""
+    """Returns Triton's compiled kernel for a launch, from its caches if possible."""
     kernel, _, _, scalars, constants, options = spec
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

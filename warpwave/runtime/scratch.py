@@ -1,8 +1,8 @@
-"""Memory for what the launches of one call leave to the next of them. Host code alone.
+"""Scratch memory: data that passes between the launches of one call.
 
-Calls of one thread on one stream follow one another, so they use the same memory: a buffer, made once and grown. The
-launches of two threads may come in turns, on one stream too: each has its own. A CUDA graph may be replayed on any
-stream, beside any call: its launches get memory of the graph's pool.
+Calls of one thread on one stream run one after another, so they share a buffer, which grows. The launches of two
+threads may alternate, even on one stream, so each thread has its own buffers. A CUDA graph may be replayed on any
+stream at any time, so its launches get memory of the graph's pool.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 import torch
 
-# Allocates (sizes, strides, dtype) on the current CUDA device; the code that torch compiles calls the same function.
+# Allocates (sizes, strides, dtype) on the current CUDA device. torch's compiled code calls the same function.
 empty_strided: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-LARGEST = 32 << 20  # bytes kept for a stream; more is allocated for each call, and torch keeps it
+LARGEST = 32 << 20  # bytes kept for a stream; more is allocated for each call, from torch's cache
 Need = tuple[Sequence[int], torch.dtype]  # a shape and its dtype
 Made = TypeVar("Made")
 
 
 def outlasting(make: Callable[[], Made], device: torch.device) -> Made:
-    """Returns make(), whose memory outlasts the call, by another thread on the current stream.
+    """Returns make(), called by another thread on the current stream, so that its memory outlasts the call.
 
     torch's CUDA-graph trees (`torch.compile(mode="reduce-overhead")`) send the allocations of a thread to a graph's
     pool, and raise an error for one that outlasts the run.
@@ -43,7 +43,7 @@ def outlasting(make: Callable[[], Made], device: torch.device) -> Made:
 
 
 class _Kept(threading.local):
-    """What a thread keeps, by something and the stream; freed with the thread."""
+    """What a thread keeps for each stream; freed with the thread."""
 
     def __init__(self) -> None:
         self.by_stream: dict[Any, Any] = {}
@@ -53,7 +53,7 @@ _buffers = _Kept()
 
 
 def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = None) -> torch.Tensor:
-    """At least `size` bytes for this thread's launches on this stream.
+    """Returns at least `size` bytes for this thread's launches on this stream.
 
     Args:
         user: keeps parts of the buffer by stream; they are dropped when a larger buffer replaces it.
@@ -64,7 +64,7 @@ def buffer(device: torch.device, stream: int, size: int, user: _Kept | None = No
     if found is None or found.numel() < size:
         for other in users or ():
             other.by_stream.pop(stream, None)
-        # The old buffer, which launches may still use, goes back to its stream and is reused behind them.
+        # Launches may still use the old buffer: torch reuses its memory after them, in stream order.
         capacity = 1 << (size - 1).bit_length()
         found = outlasting(lambda: torch.empty(capacity, dtype=torch.uint8, device=device), device)
         users = weakref.WeakSet()
@@ -116,10 +116,10 @@ def memory(
     device: torch.device,
     finish: Callable[[tuple[torch.Tensor, ...]], Any] | None = None,
 ) -> Callable[[], Any]:
-    """Returns `tensors()`, to be called once for each call of the launches: a contiguous tensor for each need.
+    """Returns `tensors()`, which returns a contiguous tensor for each need. It is to be called once for each call.
 
     Args:
-        finish: derives from the tensors what `tensors()` returns instead, if some are views of others; kept with them.
+        finish: makes of the tensors what `tensors()` returns instead, for example views. Its result is kept too.
     """
     makers: list[Callable[[], torch.Tensor]] = []  # made on first use; most calls need none
 
@@ -131,7 +131,7 @@ def memory(
 
     if device.type != "cuda":
         return made
-    # Whoever has torch fill what is not initialised gets it filled, for each call.
+    # Deterministic mode fills new memory at each call, so no buffer is reused.
     keep = not is_deterministic()
     capturing, current_stream = torch.cuda.is_current_stream_capturing, torch._C._cuda_getCurrentRawStream
     index = device.index
@@ -139,7 +139,7 @@ def memory(
     for shape, dtype in needs:
         size = math.prod(shape) * dtype.itemsize
         begins.append(end)
-        end += -(-size // 256) * 256  # what lies behind it is as well aligned as torch's own
+        end += -(-size // 256) * 256  # each tensor is aligned as torch's own
     kept = _Kept()
 
     def tensors() -> Any:

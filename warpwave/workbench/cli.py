@@ -34,7 +34,7 @@ app = typer.Typer(
 
 def command() -> NoReturn:
     """Runs `main` and ends the process without delay. It is the entry point of the console script."""
-    gc.set_threshold(100_000)  # importing torch makes a million lasting objects; walking them again takes 0.2 s
+    gc.set_threshold(100_000)  # importing torch makes a million lasting objects; each collection of them takes 0.2 s
     code = 0
     try:
         main()
@@ -165,7 +165,7 @@ def explain(
         typer.Option(
             metavar="FILE",
             help="Diagnose a table of times instead: Markdown, CSV, text or TOML; - is standard input. --gpu and the "
-            "call's options say what the table does not (docs/workbench/diagnose.md).",
+            "call's options state what the table does not (docs/workbench/diagnose.md).",
         ),
     ] = None,
     code: Annotated[
@@ -217,7 +217,7 @@ OF_TABLES = {
 
 
 def _diagnose(context: typer.Context, name: str, as_json: bool) -> None:
-    """Prints the diagnosis of a table, with what the options say about it."""
+    """Prints the diagnosis of a table; options add what the table does not state."""
     given = _given(context)
     _takes_no(context, "--from-table", given - {"from_table", "as_json", "gpu", "code", *OF_TABLES})
     from warpwave.workbench.call_options import DTYPES as OF_CALLS

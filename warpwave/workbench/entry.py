@@ -28,7 +28,7 @@ def command() -> NoReturn:
 
 
 def is_of_the_extra(error: ModuleNotFoundError) -> bool:
-    """Whether the missing module belongs to the extra `workbench`."""
+    """Returns whether the missing module belongs to the extra `workbench`."""
     return (error.name or "").split(".")[0] in EXTRA
 
 

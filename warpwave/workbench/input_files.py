@@ -1,8 +1,8 @@
 """Reads files of text, JSON and TOML. Every reader of the workbench uses these functions, and then checks the data with
 a schema (`warpwave.workbench.schema`).
 
-A file may come from anybody. Its size and its nesting are bounded before its data is used, and every fault raises
-`Unreadable` with a one-sentence message.
+No file is trusted: its size and its nesting are bounded before its data is used, and every fault raises `Unreadable`
+with a one-sentence message.
 """
 
 from __future__ import annotations

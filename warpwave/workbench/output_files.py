@@ -135,7 +135,7 @@ def sealed(text: str) -> str:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file is a sealed text, unchanged to the last byte."""
+    """Returns whether a file is a sealed text, unchanged to the last byte."""
     with path.open("rb") as file:
         content = file.read(LARGEST_BYTES)
     found = _SEALED.search(content)

@@ -38,7 +38,7 @@ def check(schema: Schema, value: Any, where: str = "it") -> None:
 
 
 def fits(schema: Schema, value: Any) -> bool:
-    """Whether a value fits a schema."""
+    """Returns whether a value fits a schema."""
     try:
         schema.check(value, "it")
     except Mismatch:

@@ -19,20 +19,6 @@ PROBLEM = AttentionProblem(
 H200 = Gpu.for_arch("sm_90")
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ((48, 64, 4, 2), "block_m is 48; it must be a power of two, at least 16"),
-        ((64, 8, 4, 2), "block_n is 8"),
-        ((64, 64, 3, 2), "num_warps is 3"),
-        ((64, 64, 4, 0), "num_stages is 0; it must be at least 1"),
-    ],
-)
-def test_a_tile_checks_itself(fields: tuple[int, int, int, int], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Tile(*fields)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])

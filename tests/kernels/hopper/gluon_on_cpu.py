@@ -45,12 +45,12 @@ class Barrier:
         self.count = self.pending = self.bytes = self.phase = 0
 
     def init(self, count: int) -> None:
-        assert self.count == 0, "initialised twice"
+        assert self.count == 0, "initialized twice"
         self.count = self.pending = count
 
     def arrive(self, count: int = 1, expected: int = 0, came: int = 0) -> None:
         with self.changed:
-            assert self.count > 0, "never initialised"
+            assert self.count > 0, "never initialized"
             self.bytes += expected - came
             self.pending -= count
             assert self.pending >= 0, "more arrivals than a phase has"
@@ -198,7 +198,7 @@ class Language(types.SimpleNamespace):
         self.join = lambda a, b: torch.stack((a, b), -1)
 
     def allocate_shared_memory(self, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
-        """Tiles that start as NaN, or as 99; or barriers that are not initialised."""
+        """Tiles that start as NaN, or as 99; or barriers that are not initialized."""
         if layout == "barriers":
             made = Barriers([Barrier() for _ in range(shape[0])])
             return made if len(shape) > 1 else made.index(0)

@@ -324,7 +324,7 @@ def hopper() -> bool:
 def test_no_tile_is_lost_among_mixed_launches() -> None:
     """2,000 launches that change variant each time, with up to three blocks an SM.
 
-    A barrier that was initialised and never used once had its memory handed out again as scratch, with its bits in it:
+    A barrier that was initialized and never used once had its memory handed out again as scratch, with its bits in it:
     the first tile drawn was garbage in 5 % of launches, and only where variants took turns.
     """
     calls: list[Callable[[], torch.Tensor]] = []

@@ -95,7 +95,7 @@ PLANTED: list[tuple[str, dict[str, Any], str, str, str]] = [
         "heat, by hardware at 91",
         "cool",
     ),
-    ("neighbours", {"other_processes": 2}, "warning", "2 other processes", "nvidia-smi"),
+    ("neighbors", {"other_processes": 2}, "warning", "2 other processes", "nvidia-smi"),
     ("no Triton", {"versions": without("triton")}, "problem", "no GPU kernel", "pip install 'triton"),
     ("Triton too new", {"versions": {**SOUND.versions, "triton": "3.10.0"}}, "problem", "up to 3.9", "<3.10"),
     ("broken Triton", {"versions": without("triton"), "errors": {"triton": "GLIBC"}}, "problem", "GLIBC", "pip"),

@@ -222,7 +222,7 @@ def test_without_rates_it_says_how_to_get_them(name: str) -> None:
     assert said.rates_missing.split(":")[0].split(";")[0] in " ".join(str(said).split())
 
 
-def test_a_card_that_is_in_no_catalogue() -> None:
+def test_a_card_that_is_in_no_catalog() -> None:
     unknown = replace(resolve("sm_86"), name="NVIDIA A16", num_sms=10)
     assert "no NVIDIA A16" in warpwave.explain(PLAIN, gpu=unknown).rates_missing
 

@@ -1,4 +1,4 @@
-"""The nearest fast path is one that the kernel itself accepts, and masks are recognised for what they are."""
+"""The nearest fast path is one that the kernel itself accepts, and masks are recognized for what they are."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_band_is_found_or_an_equal_one(band: tuple[int | None, int | None], le
         assert found is None
     elif found is not None:
         assert torch.equal(mask_of(found, *lengths), mask)
-    else:  # only where some row sees nothing while its neighbours' edges lie outside: no band says that unaided
+    else:  # only where some row sees nothing while its neighbors' edges lie outside: no band says that unaided
         assert not mask.any(-1).all()
 
 

@@ -34,10 +34,10 @@ WANTED = {
     *("mi100", "mi210", "mi250", "mi250x", "mi300a", "mi300x", "mi325x", "mi350x", "mi355x"),
     *("rx7900xtx", "rx9070xt", "w7900"),
 }
-NO_KERNEL_COMPILES = {"sm_70", "sm_75"}  # in the catalogue for its bounds
+NO_KERNEL_COMPILES = {"sm_70", "sm_75"}  # in the catalog for its bounds
 
 # Operations a clock of one SM, dense, accumulated in float32 (int8: in int32): by the white papers of the generations,
-# apart from the catalogue, whose peaks must be SMs x clock x these.
+# apart from the catalog, whose peaks must be SMs x clock x these.
 PER_CLOCK = {
     "sm_70": {"float16": 1024, "float32": 128},
     "sm_75": {"float16": 1024, "int8": 2048, "float32": 128},

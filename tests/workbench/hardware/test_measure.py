@@ -92,7 +92,7 @@ DAMAGE: dict[str, Any] = {
     "a rate in words": lambda text: text.replace("4270.0", '"fast"'),
     "a rate that is no number": lambda text: text.replace("4270.0", "NaN"),
     "no name": lambda text: text.replace('"gpu": "NVIDIA H200"', '"gpu": null'),
-    "a foreign field": lambda text: text.replace('"date"', '"colour": "green", "date"'),
+    "a foreign field": lambda text: text.replace('"date"', '"color": "green", "date"'),
     "a foreign table": lambda text: text.replace('"bfloat16": 675.0', '"bfloat16": []'),
     "binary": lambda text: "\x00\x01",
 }
@@ -113,7 +113,7 @@ def test_a_file_of_another_device_is_named_and_ignored(caplog: pytest.LogCapture
     path = store(CEILINGS)
     path.write_text(path.read_text().replace("NVIDIA H200", "NVIDIA B200"))
     assert load(H200) is None
-    assert "it is of NVIDIA B200" in caplog.text
+    assert "it belongs to NVIDIA B200" in caplog.text
 
 
 def test_a_file_that_cannot_be_read_is_named_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
@@ -321,6 +321,6 @@ def test_a_cache_that_cannot_be_written_loses_no_figures(
     assert ceilings_table.run("cpu", cache / "out.json", True) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out) == asdict(CEILINGS)
-    assert "not kept" in shown.err
+    assert "not stored" in shown.err
     assert read(cache / "out.json") == CEILINGS
     assert stat.S_ISREG((cache / "out.json").stat().st_mode)

@@ -108,15 +108,15 @@ def test_the_shipped_records_are_the_packages_own() -> None:
 
 
 def test_both_themes_and_print_are_defined(shipped_page: str) -> None:
-    colours = re.findall(r"--(s\d|ink|paper|muted|rule|grid|faster|slower):", shipped_page)
-    assert {colours.count(name) for name in set(colours)} == {3}  # light, dark, print
+    colors = re.findall(r"--(s\d|ink|paper|muted|rule|grid|faster|slower):", shipped_page)
+    assert {colors.count(name) for name in set(colors)} == {3}  # light, dark, print
     assert "prefers-color-scheme: dark" in shipped_page
     assert "@media print" in shipped_page
 
 
 def contrast(one: str, other: str) -> float:
-    def luminance(colour: str) -> float:
-        digits = colour if len(colour) == 6 else "".join(c * 2 for c in colour)
+    def luminance(color: str) -> float:
+        digits = color if len(color) == 6 else "".join(c * 2 for c in color)
         parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
         r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
@@ -125,15 +125,15 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_colours_can_be_read_in_every_theme(shipped_page: str) -> None:
+def test_colors_can_be_read_in_every_theme(shipped_page: str) -> None:
     themes = re.findall(r":root \{(.*?)\}", shipped_page, flags=re.DOTALL)
     assert len(themes) == 3
     for theme in themes:
-        colours = dict(re.findall(r"--([\w-]+): #([0-9a-f]{3,6})", theme))
+        colors = dict(re.findall(r"--([\w-]+): #([0-9a-f]{3,6})", theme))
         for name in ("ink", "muted", "faster", "slower"):  # text: WCAG AA
-            assert contrast(colours[name], colours["paper"]) >= 4.5, name
+            assert contrast(colors[name], colors["paper"]) >= 4.5, name
         for name in (f"s{i}" for i in range(9)):  # marks and lines
-            assert contrast(colours[name], colours["paper"]) >= 3, name
+            assert contrast(colors[name], colors["paper"]) >= 3, name
 
 
 def changed(m: Measurement, factor: float) -> Measurement:

@@ -23,7 +23,7 @@ class Tile:
         block_m: queries of a tile, a power of two, at least 16.
         block_n: keys of a tile, a power of two, at least 16.
         num_warps: warps of a block, a power of two.
-        num_stages: tiles of the walked operands in flight.
+        num_stages: tiles in flight, of the operands that the loop walks.
     """
 
     block_m: int
@@ -71,10 +71,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
-    """Returns `smem_bytes` of one launch.
-
-    Args:
-        owns_keys: whether a block of the launch owns keys and walks queries, or the other way round.
+    """Returns `smem_bytes` of one launch. Args: owns_keys: whether a block owns keys and walks queries, or owns queries
+    and walks keys.
     """
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
     widths = tile_widths(problem, gpu, owned)
@@ -85,25 +83,25 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
     has_mask = problem.mask_shape is not None or problem.bias_shape is not None
     if has_mask:
         arriving += score * bytes_per_score(problem) * tile.num_stages
-        beside = size * walked * sum(widths)  # they go through registers to lose what nobody sees, and back
+        beside = size * walked * sum(widths)  # they pass through registers, where rows that nothing sees are zeroed
     if gpu.vendor == "amd":
-        one = size * (owned + walked) * max(widths)  # operands pass through, one after another
+        one = size * (owned + walked) * max(widths)  # one operand at a time passes through it
         ahead = arriving if tile.num_stages > 1 or gpu.arch == "gfx950" else 0
         return (one + ahead) * 17 // 16 + size * score
     if arithmetic in PARTS and gpu.capability in (90, 100, 103):
-        # Shared memory holds operands and scores both unchanged and in parts.
+        # Shared memory holds operands and scores twice: unchanged, and in parts.
         parts = 2 * PARTS[arithmetic] if arithmetic.startswith("bf16") else 4
         beside += parts * (walked * sum(widths) + 2 * score)
         size += parts
     elif arithmetic in PARTS:
-        # Parts of operands are in registers; scores change hands several times (by compiled figures).
+        # Parts of operands are in registers; scores are exchanged several times (compiled figures).
         beside = size * (walked * sum(widths) // 2 + 10 * score) + (size * owned * sum(widths) if has_mask else 0)
     return size * owned * sum(widths) + arriving + beside + 2 * size * score + 1024
 
 
 def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
-    """Returns the part of `smem_of_tile` that launches mostly take on NVIDIA GPUs: the owned operands and the walked
-    tiles in flight, which is what they compile to without float32 parts."""
+    """Returns the part of `smem_of_tile` that launches usually need on NVIDIA GPUs: the owned operands, and the walked
+    tiles in flight. Without float32 parts they compile to that."""
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
     rows = owned + walked * tile.num_stages
     return DTYPE_BYTES[problem.dtype] * rows * sum(tile_widths(problem, gpu, owned))

@@ -70,7 +70,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
     widths = tile_widths(problem, gpu, tile.block_m)
     walks = 2 if problem.dtype == "float32" else 1
     walk = of_queries(problem, tile.block_m, tile.block_n, widths, walks)
-    out = 0 if walks == 2 else problem.rows * problem.num_heads_q * problem.head_dim_v * 2  # delta is made of it
+    out = 0 if walks == 2 else problem.rows * problem.num_heads_q * problem.head_dim_v * 2  # delta is computed from it
     walk = replace(walk, read_bytes=walk.read_bytes + out, first_bytes=walk.first_bytes + out)
     if problem.packed or problem.has_band:
         last_first = problem.causal is not None or problem.window_size[1] >= 0
@@ -91,7 +91,7 @@ def _of_keys(
 
 
 def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Cost:
-    """Returns the cost of a launch with what its tile needs of an SM."""
+    """Returns the cost of a launch with the SM resources of its tile."""
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
     widths = tile_widths(problem, gpu, owned)
     threads = tile.num_warps * gpu.warp_size
@@ -122,8 +122,8 @@ def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns
 
 def _registers(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
     """Returns approximately the registers of a thread: gradients, S and dP of its rows in float32, P or dS in half of
-    that, and some forty more. Operands pass through registers too in float32, with a bias, and on GPUs whose matrix
-    units read them there: all registers then."""
+    that, and some forty more. In float32, with a bias, and on GPUs whose matrix units read operands from registers,
+    operands pass through registers too: all registers are in use."""
     reads_smem = gpu.capability in (90, 100, 103) or gpu.vendor == "amd"
     if problem.dtype == "float32" or not reads_smem or bytes_per_score(problem):
         return gpu.registers_per_thread or 255

@@ -1,7 +1,8 @@
-"""Device code of the launch that owns the bias: its gradient, the sum of dS over all that the bias is broadcast to.
+"""Device code of the launch that owns the bias: its gradient, the sum of dS over the axes along which the bias is
+broadcast.
 
 A block owns one tile of the bias. It walks the batch items, query heads, queries and keys that read the tile, in a
-fixed order, and computes S and dP again: two products more for a gradient that few calls ask for, and no atomics.
+fixed order, and computes S and dP again. That takes two more products and no atomics.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ def flash_bwd_dbias_kernel(
     PER_QUERY: tl.constexpr,
     PER_KEY: tl.constexpr,
 ):
-    """The gradient of one tile of the bias, (bias_batch, bias_heads, 1 or seqlen_q, 1 or seqlen_k), contiguous.
+    """Computes the gradient of one tile of the bias, (bias_batch, bias_heads, 1 or seqlen_q, 1 or seqlen_k),
+    contiguous.
 
-    PER_QUERY and PER_KEY tell whether the bias has an axis of queries and of keys. Bias and packed calls exclude each
-    other.
+    PER_QUERY and PER_KEY state whether the bias has an axis of queries and of keys. Packed calls have no bias.
     """
     stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
     stride_kb, stride_kn, stride_kh = in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
@@ -124,7 +125,7 @@ def flash_bwd_dbias_kernel(
     tile_m = pid // num_tiles_n % num_tiles_m
     bias_item = pid // num_tiles_n // num_tiles_m  # of bias_batch * bias_heads
 
-    # What reads the tile: the batch items, heads, rows and keys from the first to the one before the end.
+    # The batch items, heads, rows and keys that read the tile: from the first to the one before the end.
     head_begin = bias_item % bias_heads
     head_end = head_begin + 1
     if bias_heads == 1:

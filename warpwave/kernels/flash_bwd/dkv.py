@@ -122,7 +122,7 @@ def flash_bwd_dkv_kernel(
     WRITE_DK: tl.constexpr,
     WRITE_DV: tl.constexpr,
 ):
-    """dk and dv of one tile of keys of one kv head."""
+    """Computes dk and dv of one tile of keys of one kv head."""
     stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
     stride_kb, stride_kn, stride_kh = in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
     stride_vb, stride_vn, stride_vh = in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
@@ -217,7 +217,7 @@ def flash_bwd_dkv_kernel(
             )  # fmt: skip
             p = probabilities(scores, scale, lse_log2[None, :], HAS_MASK or HAS_BIAS)
             if HAS_MASK or HAS_BIAS:
-                # A query that sees no key of the tile must have no effect, and 0 * NaN would be one.
+                # A query that sees no key of the tile must have no effect, but 0 * NaN is NaN.
                 sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
                 q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
                 dout = tl.where(sees, dout, 0.0)

@@ -1,15 +1,14 @@
-"""Device code of the launch that owns queries: dq, and what the other launches need of each row.
+"""Device code of the launch that owns queries: dq, and the statistics of each row for the other launches.
 
-A block owns BLOCK_M queries of one head and walks the keys that they see. Before the walk it takes
+A block owns BLOCK_M queries of one head and walks the keys that they see. Before the walk it computes
 
     delta = rowsum(dO * out) - dlse
 
-from the rows it holds anyway and stores it for the launches behind, so no launch of its own reads out and dO for it.
+from the rows that it has loaded, and stores it for the later launches, so that no separate launch reads out and dO.
 
-In float32 it walks the keys twice. The first walk takes the log-sum-exp and delta = rowsum(P * dP) - dlse from the
-very products that P and dS are made of: what they have in common then cancels to rounding, whichever kernel computed
-out. Made from a rounded out and log-sum-exp, gradients of rows that one key leads are off by that rounding, times the
-values.
+In float32 it walks the keys twice. The first walk computes the log-sum-exp and delta = rowsum(P * dP) - dlse from the
+same products as P and dS, so common errors cancel to rounding, whichever kernel computed out. With a rounded out and
+log-sum-exp instead, gradients of rows that one key dominates would be off by that rounding, times the values.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
-# Arguments that the compiler must not specialize on, or new lengths would compile again: sizes, and every stride whose
-# alignment is in the unit it comes in or is of no use.
+# Arguments that the compiler must not specialize on; otherwise new lengths would recompile. These are sizes, and every
+# stride whose alignment is already in its unit or is not useful.
 UNSPECIALISED = [
     *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
     *("stride_vh", "stride_dob", "stride_dom", "stride_doh", "stride_lb", "stride_lh", "stride_mask_b"),
@@ -145,10 +144,11 @@ def flash_bwd_dq_kernel(
     WRITE_DSLOPES: tl.constexpr,
     WRITE_DSINKS: tl.constexpr,
 ):
-    """delta and dq of one tile of queries of one head; its part of the gradients of the head's slope and sink.
+    """Computes delta and dq of one tile of queries of one head, and its part of the gradients of the head's slope and
+    sink.
 
-    With OWN_STATISTICS also the log-sum-exp in bits, and neither out nor the forward's log-sum-exp is read.
-    `of_slopes` and `of_sinks` take one number a block, (batch, num_heads_q, tiles).
+    With OWN_STATISTICS it also computes the log-sum-exp in bits, and reads neither out nor the forward's log-sum-exp.
+    `of_slopes` and `of_sinks` receive one number a block, (batch, num_heads_q, tiles).
     """
     stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
     stride_kb, stride_kn, stride_kh = in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
@@ -229,7 +229,7 @@ def flash_bwd_dq_kernel(
     if not OWN_STATISTICS:
         out = tile_pointers(out_ptr, rows, dims_v, stride_om, 1)
         out = load_tile(out, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
-        # The output of a row that sees nothing is 0 whatever arrives at it, NaN included.
+        # The output of a row that sees nothing is 0, so its upstream gradient must have no effect, NaN included.
         delta = tl.sum(tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32)), 1)  # [BLOCK_M]
         lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q, False)  # [BLOCK_M]
         if HAS_DLSE:
@@ -283,7 +283,7 @@ def flash_bwd_dq_kernel(
                 if WRITE_DQ:
                     ds = through_softcap(ds, derivative, p, HAS_SOFTCAP)
                     if HAS_MASK or HAS_BIAS:
-                        # A key that no query of the tile sees must have no effect, and 0 * NaN would be one.
+                        # A key that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                         k_parts = operand(tl.where(any_of(p, 0)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
                     dq = product(operand(ds.to(k.dtype), PRECISION, IS_NVIDIA), k_parts, dq, PRECISION)
         if WALK == 0:

@@ -6,8 +6,8 @@ queries; each recomputes the probabilities of a tile.
     P = exp(S - lse);   dV = P^T dO;   dS = P * (dO V^T - delta);   dQ = scale * dS K;   dK = scale * dS^T Q
     delta = rowsum(dO * out) - dlse
 
-Dao, "FlashAttention-2" (2023), algorithm 2, with a loop for dQ instead of atomic additions to it: seven products
-instead of five, each sum in a fixed order, and no pass over dQ afterwards. A gradient of a bias takes a third launch.
+Dao, "FlashAttention-2" (2023), algorithm 2, with a separate loop for dQ instead of atomic additions: seven products
+instead of five, each sum in a fixed order, and no later pass over dQ. The gradient of a bias takes a third launch.
 
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
 """
@@ -47,7 +47,7 @@ NAME = "flash_bwd"
 NEEDS_GPU = True
 GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 MAX_HEAD_DIM = 256
-MAX_LAYOUTS = 16  # of out and dout, for which a bound call keeps its launches
+MAX_LAYOUTS = 16  # layouts of out and dout for which a bound call keeps its launches
 
 Results = tuple[torch.Tensor, torch.Tensor]  # out and lse
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, alibi_slopes, sinks
@@ -61,7 +61,8 @@ class Outputs(NamedTuple):
         dq, dk, dv, dbias: gradients, contiguous.
         delta: of each row, as lse.
         lse_log2: of each row in bits, if the launches compute the log-sum-exp from their own products.
-        of_slopes, of_sinks: what each tile of queries adds to a gradient, float32 (batch, num_heads_q, tiles).
+        of_slopes, of_sinks: the contribution of each tile of queries to a gradient, float32 (batch, num_heads_q,
+            tiles).
     """
 
     dq: Any = None
@@ -82,7 +83,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
 
     Args:
         operands: tensors of the shapes, strides and alignment of those that `run` takes.
-        wanted: which gradients: of q, k, v, bias, alibi_slopes and sinks.
+        wanted: which gradients are wanted, of q, k, v, bias, alibi_slopes and sinks.
 
     Returns:
         `run(operands, results, dout, dlse)`: the gradients of sum(out * dout) + sum(lse * dlse), each contiguous, in
@@ -139,7 +140,7 @@ def _of_nothing(
     wanted: Sequence[bool],
 ) -> Gradients:
     """Returns the gradients of a call in which no query sees a key: zeros, and for a sink the gradients of the
-    log-sum-exp, which it then is."""
+    log-sum-exp, which equals the sink."""
     found: list[torch.Tensor | None] = [
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) if want else None
         for t, want in zip(_differentiable(operands), wanted, strict=True)
@@ -170,7 +171,7 @@ def _allocator(
     of_rows = (*rows[:-1], problem.num_heads_q, rows[-1])
     own_statistics = problem.dtype == "float32"
     if own_statistics or any(want for i, want in enumerate(wanted) if i != 2):
-        shapes["delta"] = of_rows  # which dv alone does not depend on
+        shapes["delta"] = of_rows  # dv does not depend on it
     if own_statistics:
         shapes["lse_log2"] = of_rows
     shapes |= {name: of_heads for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want}
@@ -206,11 +207,9 @@ def specify(
     outputs: Outputs,
     config: Config,
 ) -> tuple[launch.Launch, ...]:
-    """Returns the launches, from tensors that may be without memory (device "meta") if they are only compiled.
-
-    Args:
-        results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
-        outputs: what is wanted; its gradients are contiguous.
+    """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled. Args:
+    results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous. outputs: the tensors to
+    write; gradients are contiguous.
     """
     (out, _), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
@@ -244,7 +243,7 @@ def specify(
             tensors=next(tensors),
             scalars=scalars,
             constants={**_constants(problem, gpu, tile, owned, unit), **constants},
-            # Off in float32, as in the forward: where one key leads, its probability is 1 to the last bits.
+            # Off in float32, as in the forward: if one key dominates, its probability is exactly 1.
             options={
                 "num_warps": tile.num_warps,
                 "num_stages": tile.num_stages,
@@ -329,7 +328,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit
     """Returns the compile-time arguments that all kernels have, by name."""
     block_d, block_dv = tile_widths(problem, gpu, owned)
     features = feature_constants(problem)
-    del features["HAS_SINKS"]  # of which the log-sum-exp speaks
+    del features["HAS_SINKS"]  # the log-sum-exp includes them
     return {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

@@ -1,7 +1,7 @@
 """Device code that the three launches share: the probabilities of a tile, and the gradient of its scores.
 
-A tile is [BLOCK_M, BLOCK_N] where a block owns queries, and transposed, [BLOCK_N, BLOCK_M], where it owns keys. Both
-functions take positions as two-dimensional tensors that broadcast to the tile, so they serve both.
+A tile is [BLOCK_M, BLOCK_N] if a block owns queries, and transposed, [BLOCK_N, BLOCK_M], if it owns keys. The functions
+take positions as two-dimensional tensors that broadcast to the tile, so they serve both.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 @jit
 def load_rows(pointers, rows, row_begin, row_end, other):
-    """One float32 for each row, `other` outside `row_begin <= row < row_end`."""
+    """Loads one float32 for each row, `other` outside `row_begin <= row < row_end`."""
     return tl.load(pointers + rows, mask=(rows >= row_begin) & (rows < row_end), other=other)
 
 
 @jit
 def load_lse_log2(pointers, rows, row_begin, row_end, IN_BITS: tl.constexpr):
-    """The log-sum-exp of rows in bits; plus infinity for a row that sees nothing or does not exist."""
+    """Loads the log-sum-exp of rows in bits; plus infinity for a row that sees nothing or does not exist."""
     lse = load_rows(pointers, rows, row_begin, row_end, float("-inf"))
     if not IN_BITS:
         lse = lse * LOG2_E
@@ -27,7 +27,8 @@ def load_lse_log2(pointers, rows, row_begin, row_end, IN_BITS: tl.constexpr):
 
 @jit
 def infinite_if_blind(lse_log2):
-    """Plus infinity in place of minus infinity: then `exp2(score - lse)` is 0, and `-inf - -inf` is never computed."""
+    """Returns plus infinity in place of minus infinity: `exp2(score - lse)` is then 0, and `-inf - -inf` is never
+    computed."""
     return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
 
 
@@ -57,20 +58,20 @@ def score_tile(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Scores as the forward computes them, minus infinity where hidden.
+    """Returns scores as the forward computes them, minus infinity where hidden.
 
     Args:
         raw: q . k, float32.
         rows, keys: positions in the sequence, broadcast to the shape of `raw`.
-        inside: pairs that exist and whose positions some row and some key of the tile's walk may see.
+        inside: pairs that exist, and whose row and key are in the range that the walk covers.
         at_edge: whether the band or the end of the sequence hides a pair of the tile.
-        key_offset: seqlen_k - seqlen_q, which ALiBi's distance counts from.
+        key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
-        mask_ptr, bias_ptr: of the head's first row and key.
+        mask_ptr, bias_ptr: addresses of the head's first row and key.
 
     Returns:
-        scores, scale: scores in bits are `scores * scale`. The product joins the subtraction of the log-sum-exp in one
-            fused multiply-add.
+        scores, scale: scores in bits are `scores * scale`. Multiplying and subtracting the log-sum-exp is one fused
+            multiply-add.
         derivative: of the softcap, 1 - tanh^2; 1 without one.
     """
     scale = softmax_scale * LOG2_E
@@ -108,8 +109,8 @@ def score_tile(
 
 @jit
 def probabilities(scores, scale, lse_log2, MAY_HIDE: tl.constexpr):
-    """P of a tile. Under a mask or a bias, a row may hide the whole tile and hold NaN in its log-sum-exp; its hidden
-    pairs stay 0."""
+    """Returns P of a tile. Under a mask or a bias, a row may hide the whole tile and have NaN as its log-sum-exp; its
+    hidden pairs stay 0."""
     p = tl.math.exp2(scores * scale - lse_log2)
     if MAY_HIDE:
         p = tl.where(scores == float("-inf"), 0.0, p)
@@ -118,7 +119,7 @@ def probabilities(scores, scale, lse_log2, MAY_HIDE: tl.constexpr):
 
 @jit
 def score_gradient(p, dp, delta, at_edge, MAY_HIDE: tl.constexpr):
-    """dS = P * (dP - delta), 0 where P is: dP or delta of a hidden pair may be NaN, and 0 * NaN would be NaN."""
+    """Returns dS = P * (dP - delta), 0 where P is 0: dP or delta of a hidden pair may be NaN, and 0 * NaN is NaN."""
     ds = p * (dp - delta)
     if MAY_HIDE:
         ds = tl.where(p == 0.0, 0.0, ds)
@@ -130,7 +131,7 @@ def score_gradient(p, dp, delta, at_edge, MAY_HIDE: tl.constexpr):
 
 @jit
 def through_softcap(ds, derivative, p, HAS_SOFTCAP: tl.constexpr):
-    """The gradient of `softmax_scale * q . k`. The derivative of a hidden score may be NaN."""
+    """Returns the gradient of `softmax_scale * q . k`. The derivative of a hidden score may be NaN."""
     if HAS_SOFTCAP:
         ds = tl.where(p == 0.0, 0.0, ds * derivative)
     return ds
@@ -138,5 +139,5 @@ def through_softcap(ds, derivative, p, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def any_of(p, AXIS: tl.constexpr):
-    """Whether a row or a column of P has an entry that is not 0, NaN included."""
+    """Returns whether a row or a column of P has an entry that is not 0, NaN included."""
     return tl.max((p != 0.0).to(tl.int32), AXIS) != 0

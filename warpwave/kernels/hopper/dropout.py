@@ -1,8 +1,8 @@
-"""Dropout in Hopper's kernels: which probabilities a warpgroup drops (../dropout.py defines it).
+"""Dropout in the Hopper kernels: which probabilities a warpgroup drops (../dropout.py has the definition).
 
 A thread of a wgmma accumulator holds pairs that share a call of Philox, four by four, if its tile begins at multiples
 of 16 queries and keys. With dropout, tiles therefore begin at such multiples: a sequence's first tile may begin up to
-15 rows before the first that is seen, which are zeroed in shared memory (`rows.zero_head`).
+15 rows before the first visible one, and these rows are zeroed in shared memory (`rows.zero_head`).
 """
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
@@ -61,7 +61,7 @@ class HeadDropout:
 
 @constexpr_function
 def has_dropout(dropout):
-    """Returns whether there is dropout; `dropout` is a `Dropout`, a `HeadDropout`, or () for none."""
+    """Returns whether the call has dropout; `dropout` is a `Dropout`, a `HeadDropout`, or () for none."""
     if hasattr(dropout, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
         return False
     return hasattr(dropout, "threshold")
@@ -89,8 +89,8 @@ def of_head(dropout, key, batch, head):
 def drop(p, dropout, row_first, key_first, KEYS_FIRST: gl.constexpr, NEGATE: gl.constexpr):
     """Returns p, at least 0, with zeros where dropout drops a pair; with its negative if NEGATE.
 
-    The sign holds what dropout drops until dP is there, and takes no registers. Sixteen columns at a time, for ptxas
-    keeps the state of all calls of Philox that it finds side by side.
+    The sign marks dropped pairs until dP is computed, without further registers. Sixteen columns are processed at a
+    time, because ptxas keeps the state of all Philox calls that stand side by side.
 
     Args:
         p: [keys, queries] if KEYS_FIRST, else [queries, keys].
@@ -128,7 +128,7 @@ def drop(p, dropout, row_first, key_first, KEYS_FIRST: gl.constexpr, NEGATE: gl.
 
 @jit
 def opaque(x):
-    """Returns x as if it were another number in each tile: LLVM would keep the 14 round keys in registers."""
+    """Returns x in a form that the compiler cannot see through: LLVM would keep the 14 round keys in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.uint32, is_pure=False, pack=1)
 
 

@@ -128,7 +128,7 @@ class Call:
 
     @property
     def shares_registers(self) -> bool:
-        """Returns whether data other than the tile takes its registers."""
+        """Returns whether data other than the tile needs registers."""
         return self.problem.packed or self.problem.mask_shape is not None or self.problem.bias_shape is not None
 
     @property

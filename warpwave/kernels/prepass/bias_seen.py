@@ -1,9 +1,9 @@
-"""A launch before gradients that finds the queries and keys which a bias of minus infinity hides from everything.
+"""A launch before gradients that finds the queries that see no key, and the keys that no query sees, because of a bias
+of minus infinity.
 
 Their probabilities are 0, but tensor cores multiply whole tiles, and 0 * NaN is NaN. A block reads a tile of the bias
-once and flags each of its rows and columns; what position hides counts as hidden.
-
-Bound: memory: the bias is read once, axes of batch items and heads along which it is broadcast once for all.
+once and flags each of its rows and columns; pairs that position hides count as hidden. Bound: memory. The bias is read
+once; axes along which it is broadcast are not read again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def bias_seen_kernel(
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
 ):
-    """Flags the queries and keys of a tile that some pair of it shows: int8, (item, tile of keys, query) and
-    (item, tile of queries, key)."""
+    """Flags the queries and keys of a tile that belong to a visible pair: int8, (item, tile of keys, query) and (item,
+    tile of queries, key)."""
     pid = tl.program_id(0)
     tile_n = pid % tiles_n
     tile_m = pid // tiles_n % tiles_m
@@ -99,5 +99,5 @@ def specify(
 
 
 def seen(flags: torch.Tensor) -> torch.Tensor:
-    """Returns which queries or keys any tile flags, bool (batch, heads, positions); an axis of 1 stands for all."""
+    """Returns which queries or keys some tile flags, bool (batch, heads, positions); an axis of size 1 is broadcast."""
     return flags.any(2)

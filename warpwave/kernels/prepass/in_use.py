@@ -1,4 +1,4 @@
-"""The rows of an operand that a launch before the attention must convert: tiles of a packed tensor, and the rows of a
+"""The rows of an operand that a launch before the attention converts: tiles of a packed tensor, and the rows of a
 sequence that are in use."""
 
 from __future__ import annotations

@@ -163,6 +163,6 @@ def walks(shown: torch.Tensor) -> torch.Tensor:
 def rows_seen(words: torch.Tensor, p: Packed) -> torch.Tensor:
     """Returns which rows of a packed mask see a column, (batch, heads, rows); an axis of 1 stands for all.
 
-    It is one reduction of the words, because a comparison of each with 0 would take memory that no cost states.
+    It reduces the words at once: comparing each with 0 would take memory that no cost states.
     """
     return words[: p.flags_begin].view(p.batch, p.heads, p.tiles, p.rows, 4).any((2, 4))

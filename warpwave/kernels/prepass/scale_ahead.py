@@ -47,7 +47,7 @@ UNSPECIALISED = [
 
 @jit
 def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """Returns what tile number `tile` of an operand is.
+    """Returns the position of tile number `tile` of an operand.
 
     Returns:
         item, head: sequence (dense: batch item) and head.

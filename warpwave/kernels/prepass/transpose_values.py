@@ -35,7 +35,7 @@ UNSPECIALISED = [
 def _row_of_bytes(
     bytes_ptr, begin, keys, low_row, high_row, dims, stride_n, stride_d, WIDTH: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Returns a key's row of V for each word, as int32 of 8 bits; zeros outside the rows in use."""
+    """Loads a key's row of V for each word, as int32 of 8 bits; zeros outside the rows in use."""
     inside = ((keys >= low_row) & (keys < high_row))[:, None] & (dims < WIDTH)[None, :]
     # Strides come in units, so that the compiler sees that rows are aligned, and reads 16 bytes at a time.
     offsets = ((begin + keys).to(tl.int64) * stride_n)[:, None] * UNIT + dims.to(tl.int64)[None, :] * stride_d

@@ -4,9 +4,9 @@
 
 A decode step has at most 16 rows: the query heads of a kv head times few queries. wgmma takes 64 rows. The rows of the
 products are therefore keys, then columns of v, and queries are the columns. Both products read shared memory in TMA's
-layout. A program owns one split of the keys of one kv head of one sequence; steps are dealt to splits in turn. One warp
-loads page ids and keeps two rings full, and a warpgroup multiplies. Each page is copied to its place in the tile, and
-all copies of a tile arrive at one barrier, so a tile of many pages costs its reader the same as a tile of one page.
+layout. A program owns one split of the keys of one kv head of one sequence; splits take steps in turn. One warp loads
+page ids and keeps two rings full, and a warpgroup multiplies. Each page is copied to its place in the tile, and all
+copies of a tile arrive at one barrier, so a tile of many pages costs its reader the same as a tile of one page.
 
     barrier      meaning                     arrivals              waits
     ring.full    a tile of K, or V, arrived  TMA, by its bytes     warpgroup

@@ -264,8 +264,8 @@ def plan_of(problem: AttentionProblem) -> Plan:
 
 
 def by_sight(problem: AttentionProblem, chunk: Chunk) -> Iterator[Chunk]:
-    """Yields the chunk in parts: rows that see no key, rows that see one, and again rows that see none. The rows that
-    see nothing would be multiplied by 0, which turns a NaN in q or dout into a NaN of dk or dv."""
+    """Yields the chunk in parts: rows that see no key, rows that see one, and again rows that see none. Multiplying the
+    rows that see nothing by 0 would turn a NaN in q or dout into a NaN in dk or dv."""
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
     end = chunk.row_begin + chunk.rows
     first = chunk.row_begin if high is None else min(max(chunk.row_begin, -high), end)

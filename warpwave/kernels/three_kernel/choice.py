@@ -120,7 +120,7 @@ class Call:
 
     @property
     def suits_wide_steps(self) -> bool:
-        """Returns whether steps of 64 of head_dim pay: in cheap arithmetic, and in bf16x6 for long sums."""
+        """Returns whether steps of 64 of head_dim are faster: in cheap arithmetic, and in bf16x6 for long sums."""
         is_long = self.arithmetic != "ieee" and self.problem.head_dim >= WIDE_STEPS_FROM
         return self.is_hopper and self.is_float32 and (self.arithmetic in CHEAP or is_long)
 

@@ -1,8 +1,8 @@
 """Compares one run with another, or one contender with another, case by case: faster, slower, the same, or unclear.
 
 Contenders of one run were timed in turns, so they are compared by the ratios within each round (`timing.paired_ratio`).
-Two runs were not: the card may have been warmer in one of them, or another card. Their common peers, whose code did not
-change, serve as the reference. Each time is divided by the geometric mean of the common peers' times in its round,
+Two runs were not: in one of them the card may have been warmer, or a different card. Their common peers, whose code did
+not change, serve as the reference. Each time is divided by the geometric mean of the common peers' times in its round,
 which cancels whatever slows all contenders alike, and the two sets of quotients are compared by ranks
 (`unpaired.unpaired_ratio`). The peers also move against each other although their code is unchanged; that movement
 widens the interval (`unpaired.Spread`). If there is no common peer, or the peers' versions or the device differ, the
@@ -94,7 +94,7 @@ class Comparison:
     spread: Spread
 
     def failed(self, fail_on: str) -> bool:
-        """Whether a case is as bad as `fail_on`: "slower" (or no longer timed), "unclear" (or slower), "never".
+        """Returns whether a case is as bad as `fail_on`: "slower" (or no longer timed), "unclear" (or slower), "never".
 
         A comparison without any comparable case also fails, because it has shown nothing.
         """

@@ -2,8 +2,8 @@
 
 The exact result in float64 is affordable on a sample: a few sequences and heads, and rows of them that always include
 the first and the last. The reference for the error is a rounding model on the same sample (`reference.rounding_model`).
-A correct kernel's error matches it within a few per cent, whoever wrote the kernel, so every contender, ours or a
-peer's, must pass the same two gates.
+The error of any correct kernel matches it within a few percent, so every contender, ours or a peer's, must pass the
+same two gates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schema of an environment record: the card, the processor, the code and the versions behind a measurement, and the
+"""The schema of an environment record: the card, the processor, the code and the versions of a measurement, and the
 card's readings around it. Figures that are only shown may have any form, and older versions have fewer of them.
 """
 

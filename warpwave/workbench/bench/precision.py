@@ -1,8 +1,8 @@
-"""`warpwave bench precision`: what quantized attention costs in accuracy, beside its time.
+"""`warpwave bench precision`: the error and the time of quantized attention.
 
-q, k and v of four kinds are attended with in 16 bits and in every way of quantizing them. Each result is compared with
-float64 on the original numbers, so its error includes that of quantizing. Attention and quantizing are timed apart, on
-a GPU alone.
+Attention of four kinds of q, k and v is computed in 16 bits and in every way of quantizing. Each result is compared
+with float64 on the original numbers, so its error includes that of quantizing. Attention and quantizing are timed
+separately, only on a GPU.
 
     normal     N(0, 1)
     outliers   N(0, 1), with four channels of q, and four others of k, thirty times as large
@@ -170,7 +170,8 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
-    """Writes error against time, one panel for each kind of data; ways that no other beats in both are joined."""
+    """Draws error against time, one panel for each kind of data. A line joins the ways that no other way beats in
+    both."""
     import matplotlib.pyplot as plt
 
     kinds = list(dict.fromkeys(row.data for row in rows))

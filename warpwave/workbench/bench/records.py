@@ -146,7 +146,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """The inverse of `to_dict`, for data that `MEASUREMENT_LINE` allows.
+        """Returns the measurement of a `to_dict` that `MEASUREMENT_LINE` allows.
 
         Raises:
             Mismatch: the values are valid, but not a valid measurement together.
@@ -305,7 +305,7 @@ def _samples(data: Mapping[str, Any]) -> Samples:
 
 
 def _is_record(path: Path) -> bool:
-    """Whether a file begins with a complete environment record."""
+    """Returns whether a file begins with a complete environment record."""
     with path.open("rb") as file:
         first = file.readline(LONGEST_LINE)
     try:

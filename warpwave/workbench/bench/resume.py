@@ -119,7 +119,7 @@ class Journal:
 
     @contextlib.contextmanager
     def noting_signals(self) -> Iterator[None]:
-        """Inside the block, each signal that Python handles writes its number to the journal as one byte."""
+        """Makes each signal that Python handles inside the block write its number to the journal, as one byte."""
         if self._file is None or threading.current_thread() is not threading.main_thread():
             yield
             return

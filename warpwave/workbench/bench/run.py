@@ -182,7 +182,7 @@ def main(
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[Any]:
-    """Inside the block, a stopping signal raises `Stopped` once; the next one ends the process.
+    """Makes a stopping signal raise `Stopped` inside the block, once. The next one ends the process.
 
     Yields a function that raises it again if a library swallowed it.
     """

@@ -255,7 +255,7 @@ def _is_numeric(table: Table, column: int) -> bool:
 
 
 def _figure(value: float | None) -> str:
-    """Four digits, and no exponent where a reader would have to count."""
+    """Returns four digits, without an exponent."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

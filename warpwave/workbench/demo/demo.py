@@ -1,4 +1,4 @@
-"""`warpwave demo`: a real transformer through our attention and through torch's, side by side.
+"""`warpwave demo`: a real transformer with our attention and with torch's, side by side.
 
 Two dozen sentences go through a six-layer sentence encoder with either attention, padded and packed. The embeddings
 have to agree with torch's and with float64. Then each kernel that can run here is checked and timed on the q, k and v

@@ -97,7 +97,8 @@ def _rounding(row: Row) -> float:
 
 
 def _one_problem(done: Sequence[tuple[float, Row]]) -> bool:
-    """Whether amounts of work are those of the rows' calls, or grow with the one size that differs between them."""
+    """Returns whether amounts of work are those of the rows' calls, or grow with the one size that differs between
+    them."""
     rows = [row for _, row in done]
     wanted = [flops(row.call) for row in rows]
     if all(want is not None and abs(amount / want - 1) < AGREE for (amount, _), want in zip(done, wanted, strict=True)):

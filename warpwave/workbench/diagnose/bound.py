@@ -32,7 +32,7 @@ from warpwave.workbench.diagnose.parse import Device, Document, Row
 from warpwave.workbench.model.roofline import byte, figure, flop, us
 
 AT_RATE = 0.6  # share of the scalar units' rate from which products may run on them
-CLIFF = 1.3  # a unit of work this much slower behind a cache's size
+CLIFF = 1.3  # a unit of work this much slower beyond a cache's size
 SCHEDULERS = 4  # of an SM; each starts an instruction of one of its warps every clock
 PROFILE = (
     "no unit is busy, the most used one below half of its rate. Spills, bank conflicts, too few warps, a serial loop "
@@ -222,7 +222,7 @@ def _cliff(document: Document, series: str, rows: Sequence[Row]) -> Finding | No
     outside = [entry for entry in sized if entry[0] > capacity]
     if inside is None or not outside or inside[2].call == outside[0][2].call:
         return None
-    # Behind the edge every row must be slower, or the slow one has another cause.
+    # Beyond the edge every row must be slower; otherwise the slow one has another cause.
     slower = [entry[1] / inside[1] for entry in outside]
     if max(slower) < CLIFF or min(slower) < 1.1:
         return None

@@ -89,7 +89,7 @@ def busy_sms(row: Row, device: Device) -> float:
 def balance(row: Row, device: Device) -> float:
     """Returns the mean block's work over the longest block's if every block has its own multiprocessor; else 1.
 
-    Under a causal mask the last query tile of a head has all keys, and nothing runs behind the shorter ones.
+    Under a causal mask the last query tile of a head has all keys, and nothing follows the shorter ones.
     """
     call, count, pairs = row.call, blocks(row), visible_pairs(row.call)
     alone = count is not None and device.num_sms is not None and count <= device.num_sms[0]

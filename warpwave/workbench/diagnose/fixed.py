@@ -1,4 +1,4 @@
-"""Times that do not grow: a fixed cost such as a launch, or blocks that run beside each other at no cost."""
+"""Times that do not grow: a fixed cost such as a launch, or blocks that run in parallel at no cost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fixed_cost(device: Device, rows: Sequence[Row]) -> Finding | None:
     steps = [steps_of_block(r) for r in known]
     grows = None not in steps and max(s or 0 for s in steps) >= 2 * min(s or 0 for s in steps)
     if time > MOST_LAUNCH_US and not grows:
-        return None  # as long a block, of which each multiprocessor runs several at once
+        return None  # a block takes as long, and each multiprocessor runs several at once
     fills = device.num_sms is not None and None not in counts and max(c or 0 for c in counts) > device.num_sms[1]
     # Blocks that are added to idle multiprocessors are free, so only a block that computes for much less than the time
     # shows a fixed cost.

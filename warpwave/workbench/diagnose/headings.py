@@ -175,7 +175,7 @@ def rounded(value: float) -> float:
 
 
 def is_nothing(cell: str) -> bool:
-    """Whether a cell holds no value: empty, a dash, OOM."""
+    """Returns whether a cell holds no value: empty, a dash, OOM."""
     return NOTHING.fullmatch(cell.strip(" ~()")) is not None
 
 

@@ -1,4 +1,4 @@
-"""Facts that a table does not state, and the rules that had to stay silent without them."""
+"""Facts that a table does not state, and the rules that could not be applied without them."""
 
 from __future__ import annotations
 

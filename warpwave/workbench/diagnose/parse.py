@@ -26,18 +26,18 @@ LEAST, MOST = 1e-9, 1e15  # range of a figure or size, in any unit of the format
 MOST_SMS = 100_000
 MEASURED = ("time_us", "time_ms", "tflops", "tokens_per_s", "memory_mb")
 PART = "part_us"
-# Names of other projects' code. What is named so and has no tiles is a peer that multiplies on matrix units.
+# Names of other projects' code. A series with such a name and no tiles is a peer, which multiplies on matrix units.
 PEERS = re.compile(
     r"torch|sdpa|flash[-_ ]?attention|flash[-_ ]?attn|\bfa-?v?[234]\b|cudnn|xformers|triton|cutlass|flashinfer|flex|"
     r"tensorrt|trt|\bjax\b|\bxla\b|aotriton|composable|tilelang|thunderkittens|miopen|vllm|\bffpa\b",
     re.IGNORECASE,
 )
 OF_AUTHOR = re.compile(r"\b(ours?|my|mine|theirs|your|yours|this work|custom|proposed)\b", re.IGNORECASE)
-OF_CODE = ("grid", "blocks", "block_m", "block_n", "threads")  # what nobody knows of a peer's code
+OF_CODE = ("grid", "blocks", "block_m", "block_n", "threads")  # facts that are unknown of a peer's code
 
 
 def is_peer_name(series: str) -> bool:
-    """Whether a series is named like another project's code rather than the author's."""
+    """Returns whether a series is named like another project's code rather than the author's."""
     return PEERS.search(series) is not None and OF_AUTHOR.search(series) is None
 
 
@@ -348,7 +348,8 @@ def _all_series(tables: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _kernels(raw: Mapping[str, Any], series: list[str], given: Given) -> dict[str, Kernel]:
-    """Returns what is known about the code of each series. Peers are told by their names, unless all are."""
+    """Returns what is known about the code of each series. Peers are recognized by their names, unless all series have
+    such names."""
     peers = {name for name in series if is_peer_name(name) and not set(raw.get(name, {})) & set(OF_CODE)}
     if peers >= set(series):
         peers = set()

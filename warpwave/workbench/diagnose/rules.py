@@ -86,8 +86,8 @@ UNLOCATED = 4.0
 def diagnose(document: Document) -> list[Finding]:
     """Returns all findings, causes of slowness first, ordered by the factor that they explain.
 
-    Latency is what is left when nothing is used by half, and no figure locates it. A cause of the same series that
-    the times themselves show comes first, unless latency is `UNLOCATED` times as large.
+    Latency is the remaining cause if no unit reaches half of its rate, and no figure locates it. A cause that the times
+    of the same series show comes first, unless latency is `UNLOCATED` times as large.
     """
     document = implied(document)
     found = [finding for rule in RULES for finding in rule(document)]

@@ -1,4 +1,4 @@
-"""A diagnosis as text or JSON, and the command behind `explain --from-table`."""
+"""A diagnosis as text or JSON, and the command `explain --from-table`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def text(document: Document, findings: list[Finding]) -> str:
             lines += textwrap.wrap(note, WIDTH, initial_indent="  - ", subsequent_indent="    ")
     complete = implied(document)
     if lacking := missing(complete):
-        lines += ["", "NOT SAID   what the table and the options leave out, and the rules that were silent without it"]
+        lines += ["", "NOT SAID   what the table and the options leave out, and the rules that could not be applied"]
         for fact, silent in lacking.items():
             lines += textwrap.wrap(f"{fact}: {silent}", WIDTH, initial_indent="  - ", subsequent_indent="    ")
     for words, label in ((complete.assumed, "assumed    "), (complete.unread, "not read   ")):

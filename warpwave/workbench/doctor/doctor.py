@@ -1,7 +1,7 @@
 """`warpwave doctor`: checks this machine and installation, and suggests a fix for each problem.
 
-Every check is a function of the facts (facts.py), and nothing is changed, compiled or launched. It runs where
-torch or Triton are missing or broken, for those are what it is asked about.
+Every check is a function of the facts (facts.py), and nothing is changed, compiled or launched. It also runs if torch
+or Triton is missing or broken.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PYTORCH_BUILDS = {13: "cu130", 12: "cu126"}  # an index of PyTorch's own for eac
 THROTTLES = {0x008: "hardware slowdown", 0x020: "heat, by software", 0x040: "heat, by hardware", 0x080: "power brake"}
 # Variables that change what runs or how long it takes, with what they do.
 INFLUENTIAL = {
-    "CUDA_LAUNCH_BLOCKING": "every launch waits for the one before: times are wrong",
+    "CUDA_LAUNCH_BLOCKING": "every launch waits for the previous one: times are wrong",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation goes to the driver: times are wrong",
     "NVIDIA_TF32_OVERRIDE": "it changes the precision of torch's float32 products",
-    "TRITON_ALWAYS_COMPILE": "every first call in a process compiles anew",
+    "TRITON_ALWAYS_COMPILE": "every first call in a process compiles again",
     "TRITON_PTXAS_PATH": "another assembler than the one Triton was tested with",
-    "DISABLE_PTXAS_OPT": "kernels are assembled without optimisation",
+    "DISABLE_PTXAS_OPT": "kernels are assembled without optimization",
     "TRITON_DEBUG": "kernels check themselves and run slower",
 }
 
@@ -47,10 +47,10 @@ class Check:
     """The result of one check.
 
     Args:
-        name: what.
-        status: `"ok"`, `"warning"` (it works, and not as well as it could) or `"problem"` (something does not work).
+        name: the part of the machine that was checked.
+        status: `"ok"`, `"warning"` (it works, but not as well as it could) or `"problem"` (something does not work).
         found: what was found.
-        cure: a command, or what to do; empty where nothing is wrong.
+        cure: a command, or what to do; empty if nothing is wrong.
     """
 
     name: str
@@ -154,7 +154,7 @@ def check_gpu_state(f: Facts) -> list[Check]:
     if f.other_processes:
         n = f.other_processes
         text = f"{n} other process{'es' if n > 1 else ''} on the GPU: times will be disturbed"
-        checks.append(Check("GPU neighbours", "warning", text, "nvidia-smi lists them"))
+        checks.append(Check("GPU neighbors", "warning", text, "nvidia-smi lists them"))
     return checks
 
 
@@ -306,7 +306,7 @@ def _index(driver: str, below: int = 99) -> str:
 
 
 def _covered(arch: str, built_for: Iterable[str]) -> bool:
-    """Whether a build for another architecture of the same generation runs there: sm_86 code runs on sm_89."""
+    """Returns whether a build for another architecture of the same generation runs there: sm_86 code runs on sm_89."""
     if not arch.startswith("sm_"):
         return any(name.split(":")[0] == arch for name in built_for)
     wanted = int(arch[3:])
@@ -358,7 +358,7 @@ def summary(checks: Iterable[Check]) -> str:
 
 
 def as_data(facts: Facts, checks: Iterable[Check]) -> dict[str, Any]:
-    """Returns the report as data for `--json`; of the environment it holds only what a check mentions."""
+    """Returns the report as data for `--json`. Of the environment it contains only variables that a check mentions."""
     return {
         "warpwave": warpwave.__version__,
         "platform": platform.platform(),

@@ -32,9 +32,9 @@ from warpwave.workbench.model.roofline import (
 )
 from warpwave.workbench.model.steps import LOSSES
 
-FAR = 1.6  # predictions of unmeasured calls are off by more in one call of ten
+FAR = 1.6  # predictions of unmeasured calls are off by more than this in one call of ten
 NOTICEABLE = 1.05  # a bound that falls by less gets no sentence
-MOST = 3  # sentences: a reader acts on the first
+MOST = 3  # sentences
 FEW_BLOCKS = 4  # per SM; with more, the last block to finish costs little
 
 
@@ -147,7 +147,7 @@ def _divides_keys(call: Call) -> str:
 
 
 def _starved(call: Call, rates: Rates) -> bool:
-    """Whether the number of blocks leaves SMs idle for a noticeable part of the time."""
+    """Returns whether the number of blocks leaves SMs idle for a noticeable part of the time."""
     share, _ = busy_share(call.problem, rates.num_sms, call.cost.blocks)
     return share * NOTICEABLE < 1
 

@@ -1,4 +1,5 @@
-"""The backward of a call, for `explain`: its kernel, bounds, predicted time and losses, as of the forward."""
+"""The backward of a call, for `explain`: its kernel, bounds, predicted time and losses, in the form of the
+forward's."""
 
 from __future__ import annotations
 

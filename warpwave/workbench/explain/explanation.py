@@ -197,10 +197,10 @@ def explain(
         q: the call's first tensor, followed by the other arguments of `attention` or `attention_varlen`; or an
             `AttentionProblem`, which needs no tensors. Boolean masks and packed offsets are read to count pairs
             exactly, which waits for the device.
-        gpu: the device to explain for. None is the device of the tensors, or this machine's for a problem.
+        gpu: the device to explain for. None: the device of the tensors; for a problem, this machine's.
         measured_us: device time of the call, to be split into losses.
-        passes: what `measured_us` is the time of: `"forward"`, `"backward"` or `"both"`. The last two need a call with
-            gradients.
+        passes: the passes that `measured_us` is the time of: `"forward"`, `"backward"` or `"both"`. The last two need a
+            call with gradients.
         record: a file of `warpwave bench` with the call's time, kernel and config.
         hot: assume that the previous call used the same tensors, so that data that fits L2 is not read from memory.
 
@@ -512,7 +512,7 @@ def _names(names: list[str]) -> str:
 
 
 def _counted(problem: AttentionProblem, operands: AnyOperands) -> AttentionProblem:
-    """Adds packed lengths, and the pairs that a boolean mask shows, which only the tensors' contents tell."""
+    """Adds what only the contents of tensors show: packed lengths, and the pairs that a boolean mask shows."""
     if problem.packed:
         lengths = [offsets.diff().tolist() for offsets in operands[7:9]]
         return replace(problem, lengths=tuple(zip(*lengths, strict=True)))

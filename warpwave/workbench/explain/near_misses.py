@@ -61,7 +61,7 @@ def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Ba
 
 
 def _outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether "auto" would still prefer another kernel for the changed call."""
+    """Returns whether "auto" would still prefer another kernel for the changed call."""
     if max(problem.head_dim, problem.head_dim_v) < getattr(kernel, "MEANT_FROM", 0):
         return True
     return hasattr(kernel, "outrun") and bool(kernel.outrun(problem, gpu))

@@ -1,4 +1,4 @@
-"""The same call on other cards: predicted time with an error bar, the bound, and the validation behind it."""
+"""The same call on other cards: predicted time with an error bar, the bound, and the validation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def explain_on(
 
 
 def _unchecked(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Returns error bar -> cards of predictions that have it and no times of the card behind it."""
+    """Returns error bar -> cards whose predictions have it and rest on no time of the card."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if (p := row.prediction) is not None and not p.points:

@@ -107,12 +107,12 @@ def config_of(kernel: Any, recorded: Mapping[str, Any]) -> Any:
 
 
 def in_graph(m: Measurement) -> bool:
-    """Whether a CUDA graph replayed the calls, so that their times exclude the host."""
+    """Returns whether a CUDA graph replayed the calls, so that their times exclude the host."""
     return m.timing is not None and m.timing.method in ("graph", "streams")
 
 
 def is_hot(m: Measurement) -> bool:
-    """Whether a measurement's inputs could stay in L2 from one call to the next."""
+    """Returns whether a measurement's inputs could stay in L2 from one call to the next."""
     return m.timing is not None and not m.timing.l2_flushed and m.timing.input_sets == 1
 
 

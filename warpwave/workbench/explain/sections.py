@@ -1,4 +1,4 @@
-"""Sections of an explanation that the forward and the backward of a call have alike: figures with their arithmetic."""
+"""Sections of an explanation that the forward and the backward of a call share: figures with their arithmetic."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def table(said: Pass, of_kernel: bool) -> Iterator[str]:
 
 
 def rates_of(said: Pass) -> Iterator[str]:
-    """Yields what the rates of the bounds hold for: accumulation in float32, and a clock above the stated one."""
+    """Yields the conditions of the rates: accumulation in float32, and a clock above the stated one."""
     known = said.bounds
     if known is None or not known.path:
         return
@@ -209,7 +209,7 @@ def _cell(bound: Bound | None, known: Roofline, of_kernel: bool) -> str:
 
 
 def is_backward(said: Pass) -> bool:
-    """Whether the pass is a backward; an explanation is of the forward."""
+    """Returns whether the pass is a backward; an explanation is of the forward."""
     return hasattr(said, "products")
 
 
@@ -224,5 +224,5 @@ def config_words(config: Any) -> str:
 
 
 def wrapped(sentence: str, label: str) -> list[str]:
-    """Returns a sentence in lines of at most `WIDTH`, indented behind its label."""
+    """Returns a sentence in lines of at most `WIDTH`, indented after its label."""
     return textwrap.wrap(sentence, WIDTH, initial_indent=label, subsequent_indent=" " * len(label))

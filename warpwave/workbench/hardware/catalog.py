@@ -2,8 +2,8 @@
 
 Peaks are dense (never with structured sparsity), in 10^12 operations a second; a fused multiply-add counts as two, and
 products accumulate in float32, those of int8 in int32. Bandwidths are in 10^9 bytes a second; caches and shared memory
-in KiB. A card has its documents by title and year. `compared` names the text against which a figure was read again,
-and the figures that agree with it. Three sources hold for every card:
+in KiB. A card has its documents by title and year. `compared` names the text that figures were compared with, and the
+figures that agree with it. Three sources hold for every card:
 
 - NVIDIA shared memory, registers and exponentials: CUDA C++ Programming Guide, release 13.0 (2025), "Technical
   Specifications per Compute Capability" and "Throughput of Native Arithmetic Instructions" (exp2f: 16 a clock and SM).
@@ -11,7 +11,7 @@ and the figures that agree with it. Three sources hold for every card:
 - AMD exponentials: transcendental instructions run at a quarter of the rate of a compute unit's 4 x 16 lanes, so 16 a
   clock (LLVM's SISchedule.td, WriteTrans32).
 
-`card_file.py` reads a sheet that somebody else wrote.
+`card_file.py` reads a user's sheet.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class DataSheet:
 
     @property
     def headroom(self) -> float:
-        """The highest clock over the boost clock, at least 1: what the stated rates can be exceeded by."""
+        """The highest clock over the boost clock, at least 1: the factor by which the card can exceed the stated
+        rates."""
         return max(1.0, (self.max_clock_mhz or 0) / self.boost_clock_mhz)
 
 
@@ -178,7 +179,7 @@ def _by_driver_name() -> dict[str, DataSheet]:
 @functools.cache
 def _by_name() -> dict[str, DataSheet]:
     found = {_plain(name): s for s in catalog().values() for name in (s.key, s.name, *s.aliases, *s.driver_names)}
-    # A capacity that a name does not need, as in "L40S 48GB", finds the card too.
+    # A name with a redundant capacity, as "L40S 48GB", finds the card too.
     sizes = {f"{name}{sheet.memory_gb:g}gb": sheet for name, sheet in found.items()}
     return sizes | found
 

@@ -46,7 +46,7 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
     try:
         kept = f"kept in {measure.store(ceilings)}"
     except OSError as error:
-        kept = f"not kept, for the cache cannot be written: {error}"
+        kept = f"not stored, because the cache cannot be written: {error}"
     gpu = current_gpu(torch.device(device)) if kind == "cuda" else CPU
     say(json.dumps(asdict(ceilings), indent=2) if as_json else table(ceilings, data_sheet(gpu)))
     say(kept, to=sys.stderr if as_json else sys.stdout)
@@ -54,7 +54,7 @@ def run(device: str | None, out: Path | None, as_json: bool) -> int:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file holds ceilings, so that it may be replaced."""
+    """Returns whether a file holds ceilings, so that it may be replaced."""
     try:
         measure.read(path)
     except Unreadable:
@@ -74,7 +74,7 @@ def table(ceilings: Ceilings, sheet: DataSheet | None) -> str:
     the latter is not a ceiling of this card, and no ratio is shown."""
     lines = [f"{ceilings.gpu} ({ceilings.arch}), {ceilings.date}"]
     if sheet is None and ceilings.arch != "cpu":
-        lines.append("the catalogue has no data sheet of this card")
+        lines.append("the catalog has no data sheet of this card")
     rows = [("", "measured", "data sheet", "share")]
     for name, value, stated, unit in _rows(ceilings, sheet):
         if value is None:

@@ -407,10 +407,10 @@ def load(gpu: Gpu) -> Ceilings | None:
             return None
         ceilings = read(path)
     except (OSError, Unreadable) as error:
-        log.warning("kept ceilings are ignored: %s; `warpwave roof` writes them anew", printable(str(error)))
+        log.warning("stored ceilings are ignored: %s; `warpwave roof` measures them again", printable(str(error)))
         return None
     if (ceilings.gpu, ceilings.arch) != (name, gpu.arch):
-        log.warning("%s is ignored: it is of %s and not of %s", path, ceilings.gpu, name)
+        log.warning("%s is ignored: it belongs to %s and not to %s", path, ceilings.gpu, name)
         return None
     return ceilings
 

@@ -38,4 +38,4 @@ def exponentials_kernel(out_ptr, count, BLOCK: tl.constexpr):
 
 @jit
 def empty_kernel(ptr):
-    """Nothing."""
+    """Does nothing."""

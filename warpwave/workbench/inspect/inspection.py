@@ -168,7 +168,7 @@ class Inspection:
 
     @classmethod
     def from_json(cls, text: str) -> Inspection:
-        """The inverse of `to_json`.
+        """Returns the inspection that `to_json` wrote.
 
         Raises:
             Unreadable, Mismatch: the text is not the output of `to_json`; the message names the difference.
@@ -279,7 +279,7 @@ def _inspect_one(
 
 
 def _holds(text: str) -> Callable[[Path], bool]:
-    """Returns a function that tells whether a file already holds this text, so that rewriting it changes nothing."""
+    """Returns a function that returns whether a file already holds this text."""
     content = text.encode()
     return lambda path: path.stat().st_size == len(content) and path.read_bytes() == content
 

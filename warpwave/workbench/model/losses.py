@@ -17,7 +17,7 @@ from warpwave.workbench.model.roofline import Roofline, us
 from warpwave.workbench.model.steps import LOSSES
 
 NOTICEABLE = 1.02  # smaller losses are not named
-IMPOSSIBLE = 1.15  # a time shorter than the bound by more than this factor is no time of the call
+IMPOSSIBLE = 1.15  # a time shorter than the bound by more than this factor cannot be a time of the call
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def split(
         sheet: the card's data sheet.
         bounds: bounds by the data sheet, for the power-matched yardstick.
         clock_mhz: SM clock while it ran; None if it was not read.
-        none: what the bound holds for, in words.
+        none: the implementations that the bound holds for, in words.
 
     Raises:
         InvalidInput: the time is shorter than the bound by more than `IMPOSSIBLE`, or not a positive number.

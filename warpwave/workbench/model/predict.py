@@ -42,7 +42,7 @@ class Prediction:
             grid has no more.
         traffic: bytes at each level of memory.
         validated: what the error bar is based on, in words.
-        points: number of times of this kernel on this card behind it, ours or published; 0 if there are none.
+        points: number of measured times of this kernel on this card, ours or published.
     """
 
     kernel: str
@@ -153,7 +153,7 @@ def _lent(where: Machine, kernel: str) -> tuple[str, Residuals] | None:
 def _bar(
     where: Machine, module: Any, time_us: float, bound_us: float, is_quantized: bool = False
 ) -> tuple[float, float, str, int]:
-    """Returns the error bar, in words what it is based on, and its number of points. The bound limits it from below."""
+    """Returns the error bar, its basis in words, and its number of points. The bound limits it from below."""
     name, kernel = where.sheet.name, module.NAME
     if is_quantized:
         factor, points = QUANTIZED_FACTOR, 0

@@ -308,7 +308,7 @@ class Steps:
 
     @property
     def _drawn_by_an_sm(self) -> float:
-        """Bytes per us between one SM and L2."""
+        """Returns the bytes per us between one SM and L2."""
         return self.where.constants.smem_bytes_per_clock * self._clock_ghz * 1e3
 
     def _products_us(self, flops: float) -> float:
@@ -359,8 +359,9 @@ class Steps:
         """Returns the share of the compulsory bytes that L2 does not hold, if the call before used the same ones."""
         if not hot:
             return 1.0
-        # Data that is read repeatedly in the same order evicts itself, early because both halves of L2 duplicate some
-        # lines: on an H200 (60 MiB) nearly all of 43 MB was still there, and nothing of 50 MB.
+        # Data that is read repeatedly in the same order evicts itself. It does so before L2 is full, because both
+        # halves of L2 keep copies of some lines: on an H200 (60 MiB) nearly all of 43 MB was still there, and nothing
+        # of 50 MB.
         filled = self.least / self._l2_bytes
         return min(1.0, max(0.0, (filled - KEPT) / (GONE - KEPT)))
 
@@ -402,8 +403,9 @@ class Steps:
 
     @functools.cached_property
     def working_set(self) -> float:
-        """K and V of the heads that blocks work on at the same time, which L2 must hold so that each is read only once
-        from memory. 0 if all blocks of a head run together, because they then read its keys at the same time."""
+        """Returns the bytes of K and V of the heads that blocks work on at the same time. L2 must hold them so that
+        each is read only once from memory. 0 if all blocks of a head run together, because they then read its keys at
+        the same time."""
         problem = self.problem
         of_head = problem.seqlen_k * problem.bytes_of_key
         heads = max(1, problem.batch * problem.num_heads_q)

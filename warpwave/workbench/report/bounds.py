@@ -28,7 +28,7 @@ class MachineRates:
     Attributes:
         rates: sets of rates, the data sheet's first; empty if none is known.
         notes: sentences about missing rates and how to get them.
-        sources: the documents behind the data sheet.
+        sources: the documents of the data sheet.
         passed: sentences about measured ceilings that a call exceeded, and calls that the data sheet rules out.
     """
 
@@ -150,7 +150,7 @@ def measured_ceilings(machine: Machine) -> Ceilings | None:
 
 
 def _same_processor(ceilings: Ceilings, machine: Machine) -> bool:
-    """Whether the stored CPU ceilings, which are this machine's, fit the record: same CPU model and threads."""
+    """Returns whether the stored CPU ceilings, which are this machine's, fit the record: same CPU model and threads."""
     if not machine.is_cpu:
         return True
     theirs, ours = (dict(e.get("cpu") or {}) for e in (ceilings.environment, machine.environment))

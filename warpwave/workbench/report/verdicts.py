@@ -99,7 +99,7 @@ class CaseResult:
         return [m for m in self.timed if m.is_peer and not m.inaccurate]
 
     def reached(self) -> str | None:
-        """How close ours is to the bound, in words."""
+        """Returns in words how close ours is to the bound."""
         line = telling(self.rooflines)
         if self.ours is None or line is None or line.binding is None:
             return None

@@ -62,7 +62,7 @@ class Gradients(NamedTuple):
 
 
 def oracle(problem: AttentionProblem, operands: AnyOperands) -> Forward:
-    """R: the exact result, up to float64 rounding. A float8 out is in units of its factor."""
+    """Returns R: the exact result, up to float64 rounding. A float8 out is in units of its factor."""
     if isinstance(operands, QuantizedOperands):
         exact = _forward(*descales.dequantized(problem, operands, torch.float64), _keep, _keep)
         factor = operands.out_descale
@@ -71,7 +71,7 @@ def oracle(problem: AttentionProblem, operands: AnyOperands) -> Forward:
 
 
 def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
-    """M: the result of exact arithmetic with a kernel's unavoidable roundings."""
+    """Returns M: the result of exact arithmetic with a kernel's unavoidable roundings."""
     if isinstance(operands, QuantizedOperands):
         wide, numbers = descales.dequantized(problem, operands, torch.float64)
         model = _forward(wide, numbers, _keep, _probability_rounding(problem))
@@ -83,7 +83,8 @@ def rounding_model(problem: AttentionProblem, operands: AnyOperands) -> Forward:
 
 
 def naive(problem: AttentionProblem, operands: AnyOperands) -> Tensor:
-    """N: the formula as a user would write it in the input type. It returns out only; the LSE is compared with R."""
+    """Returns N: the formula as a user would write it in the input type; out only, because the LSE is compared with
+    R."""
     if isinstance(operands, QuantizedOperands):
         wide = naive(*descales.dequantized(problem, operands, torch.float32))
         return descales.to_out(wide, problem, operands.out_descale)
@@ -97,14 +98,15 @@ def naive(problem: AttentionProblem, operands: AnyOperands) -> Tensor:
 def oracle_gradients(
     problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
-    """R's gradients of `sum(out * dout) + sum(lse * dlse)`, in float64."""
+    """Returns R's gradients of `sum(out * dout) + sum(lse * dlse)`, in float64."""
     return _gradients(problem, operands, dout, dlse, _keep, _keep, _keep)
 
 
 def rounding_model_gradients(
     problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
-    """M's gradients: P rounded for dv, dS for dq and dk, delta taken from the rounded out, each result rounded once."""
+    """Returns M's gradients: P rounded for dv, dS for dq and dk, delta taken from the rounded out, each result rounded
+    once."""
     if problem.dtype == "float32" and _operand_rounding(problem) is None:
         return naive_gradients(problem, operands, dout, dlse)
     dtype = operands.q.dtype
@@ -116,7 +118,7 @@ def rounding_model_gradients(
 def naive_gradients(
     problem: AttentionProblem, operands: AnyOperands, dout: Tensor, dlse: Tensor | None = None
 ) -> Gradients:
-    """N's gradients: autograd through the plain formula in the input type."""
+    """Returns N's gradients: autograd through the plain formula in the input type."""
     leaves = _leaves(operands)
     with torch.enable_grad():
         for seq in _sequences(problem, leaves):

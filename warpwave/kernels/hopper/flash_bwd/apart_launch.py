@@ -1,4 +1,4 @@
-"""The launches of gradients apart: dK and dV (dkv.py), and dQ (dq.py)."""
+"""The separate launches of the gradients: dK and dV (dkv.py), and dQ (dq.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
 
-ROWS = 64  # of a tile that stays for a block: those of a warpgroup's product
+ROWS = 64  # of a tile that stays in shared memory for a block: the rows of a warpgroup's product
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -31,8 +31,8 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
 def _plans(
     problem: AttentionProblem, sources: Sequence[torch.Tensor], of_keys: Sequence[int], steps: Sequence[int], step: int
 ) -> list[list[MapPlan | None]]:
-    """Returns the tensor maps of each source, by pieces of its width. Those of keys end with the last key that is seen,
-    the others with the last query that sees a key. Sources that a block walks, `steps`, come in tiles of `step` rows.
+    """Returns the tensor maps of each source, one for each piece of its width. Maps of keys end with the last visible
+    key, the others with the last query that sees a key. Sources that a block walks, `steps`, have tiles of `step` rows.
     """
     plans = []
     for source, tensor in enumerate(sources):

@@ -1,8 +1,8 @@
 """Which queries see the keys of a block, and which tiles of scores need a mask, in Hopper's backward.
 
-The backward walks the band the other way round than the forward: a block owns keys, and its loop runs over queries.
-Tiles of queries begin at the first query that sees a key, and tiles of keys at the first key that a query sees, so
-that rows outside the band are never multiplied: 0 * NaN is NaN.
+Unlike in the forward, a block owns keys, and its loop runs over queries. Tiles of queries begin at the first query that
+sees a key, and tiles of keys at the first key that a query sees, so that rows outside the band are never multiplied: 0
+* NaN is NaN.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
@@ -71,10 +71,10 @@ class Band:
 
     Args:
         low, high: see problem.Band.
-        offset: seqlen_k - seqlen_q, which takes a query to its own key.
+        offset: seqlen_k - seqlen_q, the distance from a query to its own key.
         q_begin, q_end: the queries that see a key. Tiles of queries begin at q_begin.
         k_begin, k_end: the keys that a query sees. Tiles of keys begin at k_begin.
-        q_seen, k_seen: the first query that sees a key and the first key that a query sees, where q_begin and k_begin
+        q_seen, k_seen: the first query that sees a key, and the first key that a query sees, if q_begin and k_begin
             were rounded down.
     """
 
@@ -119,10 +119,10 @@ def band_of(work, rules):
     if rules.HAS_LOW:
         q_end = gl.maximum(gl.minimum(q_end, work.seqlen_k - low), q_begin)
         k_begin = gl.minimum(gl.maximum(low, 0), k_end)
-    if rules.HAS_LOW and rules.TOP_LEFT:  # the window may lie behind the causal edge of every query
+    if rules.HAS_LOW and rules.TOP_LEFT:  # the window may lie past the causal edge of every query
         q_end = gl.where(low > high, q_begin, q_end)
-    # Tiles of a mask share no words, and those of a bias begin at a multiple of 16 bytes, or the copy engine raises an
-    # illegal instruction. What no query sees is zeros then (launches.without_unseen).
+    # Tiles of a mask share no words. Tiles of a bias begin at a multiple of 16 bytes, otherwise the copy engine raises
+    # an illegal instruction. Rows that nothing sees are then zeros (launches.without_unseen).
     q_seen = q_begin
     k_seen = k_begin
     if rules.HAS_MASK or rules.BIAS != "":
@@ -136,8 +136,8 @@ def band_of(work, rules):
 
 @constexpr_function
 def begins_early(has_edge, rules):
-    """Returns whether the first tile may begin with rows that nothing sees and that may be NaN. With a mask or bias
-    they are zeros (launches.without_unseen).
+    """Returns whether the first tile may begin with rows that nothing sees, which may be NaN. With a mask or bias such
+    rows are zeros (launches.without_unseen).
 
     Args:
         has_edge: HAS_HIGH for queries, HAS_LOW for keys.
@@ -147,14 +147,14 @@ def begins_early(has_edge, rules):
 
 @aggregate
 class Span:
-    """The query tiles of a block of keys, in the order in which they are walked: first those that an edge of the band
-    cuts, or a packed sequence's end, from both ends, then those that lie in it whole.
+    """The query tiles of a block of keys in the order of the walk: first those that an edge of the band or a packed
+    sequence's end cuts, from both ends, then those that lie entirely in the band.
 
     Args:
-        begin, end: all of them; none if end <= begin.
-        whole_begin, whole_end: those that need no mask.
-        rotation: at which of these the walk begins. Blocks of one head that run together begin at different tiles, so
-            that they do not add to the same rows of dQ at the same time.
+        begin, end: all tiles; none if end <= begin.
+        whole_begin, whole_end: the tiles that need no mask. rotation: the one of these at which the walk begins. Blocks
+            of one head that run together begin at different tiles, so that they do not add to the same rows of dQ at
+            the same time.
     """
 
     begin: gl.tensor
@@ -192,10 +192,10 @@ def query_span(band, key_first, rules):
     if rules.HAS_LOW:
         whole_end = gl.maximum(key_first - band.low - band.q_begin + 1, 0) // rules.BLOCK_M
         whole_end = gl.minimum(gl.maximum(whole_end, whole_begin), end)
-    if rules.IS_VARLEN:  # behind the sequence's last query lie another's
+    if rules.IS_VARLEN:  # queries of another sequence follow the last one
         ragged = gl.maximum(band.q_end - band.q_begin, 0) // rules.BLOCK_M
         whole_end = gl.maximum(gl.minimum(whole_end, ragged), whole_begin)
-    # Where the keys end within the block, every tile is cut.
+    # If the keys end within the block, every tile is cut.
     whole_end = gl.where(key_last < band.k_end, whole_end, whole_begin)
     rotation = gl.to_tensor(0)
     if not (rules.HAS_HIGH or rules.HAS_LOW):
@@ -250,7 +250,7 @@ def visible(band, rows, keys, rules):
 def work_on_keys(schedule, t, rules):
     """Returns tile t of the schedule as a block of keys of one kv head, the longest first under a causal mask.
 
-    The schedule counts tiles of keys: its q fields hold what the call says of keys, and its k fields of queries.
+    The schedule counts tiles of keys: its q fields hold the call's lengths of keys, and its k fields those of queries.
     """
     work = scheduler.tile_of(schedule, t, rules.BLOCK_N, rules.HAS_HIGH, rules.IS_VARLEN)
     tile = work.tile

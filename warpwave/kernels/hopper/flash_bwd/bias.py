@@ -1,9 +1,9 @@
-"""Additive biases in the launches apart (dkv.py, dq.py): how a tile of scores gets its bias, and how dS leaves.
+"""Additive biases in the separate launches (dkv.py, dq.py): how a tile of scores gets its bias, and how dS is stored.
 
-A bias with a number for each score is copied by TMA. Where a block owns keys, each tile lands in the stage of P that
-it is read for, before P is written there, so it takes no shared memory of its own. Where a block owns queries, tiles
-of the bias come with those of K. If the gradient of the bias is wanted, dS replaces the bias in its tile, in the same
-type, and leaves by TMA. A bias that is the same for all queries or for all keys is read by plain loads.
+A bias with a number for each score is copied by TMA. If a block owns keys, each tile is copied to the stage that will
+hold its step's P, so it takes no further shared memory. If a block owns queries, tiles of the bias are copied with
+those of K. If the gradient of the bias is wanted, dS replaces the bias in its tile, in the same type, and is stored by
+TMA. A bias that is the same for all queries or for all keys is read by plain loads.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
@@ -26,12 +26,12 @@ class Bias:
 
     Args:
         ptr, strides: where it is read by plain loads; strides of batch, head and query, 0 along broadcast axes. The
-            stride along keys is 1, or 0 where `Rules.BIAS` is "rows". The first two strides also tell which axes
-            `maps` lacks.
+            stride along keys is 1, or 0 where `Rules.BIAS` is "rows". The first two strides also show which axes `maps`
+            lacks.
         maps: its tensor map if each score has its own number, else ().
         gradient_maps: the tensor map of dS of (batch, query head, query, key) if it is wanted, else ().
         tiles: tiles of it in shared memory, [count, 1, 1, queries, keys]; unused without a map.
-        full: barriers of these tiles where they do not come with K; else unused.
+        full: barriers of these tiles if they are not copied with K; else unused.
     """
 
     ptr: gl.tensor
@@ -53,7 +53,7 @@ class Bias:
 
 @constexpr_function
 def bytes_of(maps, tiles):
-    """Returns the bytes of so many tiles of a bias, 0 without a map."""
+    """Returns the bytes of a number of tiles of a bias, 0 without a map."""
     return int(tiles) * sum(m.block_type.nbytes for m in maps)
 
 
@@ -65,8 +65,8 @@ def as_stages_of_p(p, map):
 
 @jit
 def exp2_at_most_one(x):
-    """Returns min(2^x, 1); NaN stays. A bias of large magnitude rounds scores and the log-sum-exp by many bits, and
-    their difference may be large where it should be 0 at most."""
+    """Returns min(2^x, 1); NaN stays. With a bias of large magnitude, scores and the log-sum-exp lose many bits, and
+    their difference, which should be at most 0, may be large."""
     return gl.inline_asm_elementwise(
         "{ .reg .f32 t; min.NaN.f32 t, $1, 0f00000000; ex2.approx.ftz.f32 $0, t; }",
         "=r,r",
@@ -89,7 +89,7 @@ def load_bias(bias, tile, barrier, batch, head, row, key):
 @jit
 def bias_of(bias, tile, work, head, row_first, key_first, KEYS_FIRST: gl.constexpr, WIDTH: gl.constexpr, rules):
     """Returns the bias of a tile of scores, [64 keys, WIDTH queries] if KEYS_FIRST, else [64 queries, WIDTH keys], or
-    one line of it; 0 without a bias. A tile that was loaded must have come."""
+    one line of it; 0 without a bias. A tile that was loaded must have arrived."""
     layout: gl.constexpr = accumulator_layout(WIDTH)
     if rules.BIAS == "":
         return gl.to_tensor(0.0)
@@ -103,7 +103,7 @@ def bias_of(bias, tile, work, head, row_first, key_first, KEYS_FIRST: gl.constex
             along = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
         else:
             along = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-        # Past the last one the last one is read: such scores are hidden.
+        # Rows past the last one read the last one: their scores are hidden.
         if rules.BIAS == "keys":
             offsets = gl.minimum(key_first + along, work.seqlen_k - 1).to(gl.int64)
         else:
@@ -114,7 +114,7 @@ def bias_of(bias, tile, work, head, row_first, key_first, KEYS_FIRST: gl.constex
 
 @jit
 def store_gradient(ds, bias, tile, work, row, key):
-    """Stores dS, [64 queries, keys], through the tile of the bias, which must have been read; not yet complete."""
+    """Starts storing dS, [64 queries, keys], through the tile of the bias, which must have been read."""
     for i in gl.static_range(len(bias.gradient_maps)):
         matrix(bias.tiles.index(tile)).store(ds.to(bias.gradient_maps[i].dtype))
         fence_async_shared()

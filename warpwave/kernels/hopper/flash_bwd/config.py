@@ -54,7 +54,7 @@ def width(problem: AttentionProblem) -> int:
 
 
 def widths(problem: AttentionProblem) -> tuple[int, int]:
-    """Returns the columns of tiles of Q and K, and of V and dO, where launches are apart."""
+    """Returns the columns of tiles of Q and K, and of V and dO, of separate launches."""
     return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
 
 
@@ -135,8 +135,8 @@ def has_hidden_rows(problem: AttentionProblem) -> bool:
 
 
 def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> tuple[int, int]:
-    """Returns the keys of a step in the launch of dQ, block_m, or fewer if tiles of a bias take the room, and the
-    tiles of V in flight: as many as of K, or one if no more fit.
+    """Returns the keys of a step in the launch of dQ: block_m, or fewer if tiles of a bias take its shared memory; and
+    the number of tiles of V in flight: that of K, or one if no more fit.
 
     Args:
         bias_bytes: of a score (`host.bias_bytes`).

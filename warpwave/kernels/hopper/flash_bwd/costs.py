@@ -30,12 +30,9 @@ APART = "apart"  # `Cost.loop`
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what the launches move and compute, whole tiles and padding included, in the order in which they run.
-
-    Another set of launches is another list of parts made of `gradient_costs`.
-    """
+    """Returns what the launches move and compute, whole tiles and padding included, in the order in which they run."""
     rows, size = problem.rows * problem.num_heads_q, DTYPE_BYTES[problem.dtype]
-    # In whole tiles.
+    # whole tiles
     tiles = heads_of(problem) * query_tiles(problem, config.block_m)
     sums = 4 * tiles * config.block_m * width(problem) if config.is_joint else 0
     statistics = tiles * config.block_m * STATISTICS_BYTES
@@ -80,7 +77,7 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _of_hidden_by_bias(problem: AttentionProblem) -> tuple[Cost, int]:
-    """Returns the cost of finding what a bias hides from everything, and the bytes of the flags."""
+    """Returns the cost of finding the queries and keys that a bias hides entirely, and the bytes of the flags."""
     assert problem.bias_shape is not None
     of_queries, of_keys = bias_seen.shapes(problem)
     flags = math.prod(of_queries) + math.prod(of_keys)
@@ -90,7 +87,7 @@ def _of_hidden_by_bias(problem: AttentionProblem) -> tuple[Cost, int]:
 
 
 def _copied_bytes(problem: AttentionProblem) -> int:
-    """Returns the bytes of the copies of q, k, v and dout without what nothing sees."""
+    """Returns the bytes of the copies of q, k, v and dout in which unseen rows are zeros."""
     width = problem.head_dim + problem.head_dim_v
     return DTYPE_BYTES[problem.dtype] * width * (problem.rows * problem.num_heads_q + keys_of(problem))
 
@@ -117,7 +114,7 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
         flops=walk.flops + 2 * scores * columns,
         write_bytes=walk.write_bytes + added,
         added_bytes=added,
-        scratch_bytes=2 * min(added, sums),  # once in and once out of L2, if the sums of all heads do not fit
+        scratch_bytes=2 * min(added, sums),  # the sums enter and leave L2 once if those of all heads do not fit
         walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * columns,
     )
 
@@ -152,7 +149,7 @@ def _without_mask(problem: AttentionProblem) -> AttentionProblem:
 
 
 def _with_words(walk: Cost, problem: AttentionProblem, scores: int) -> Cost:
-    """Returns the cost of a walk over that many scores with the bits that it reads of a mask."""
+    """Returns the cost of a walk over `scores` scores with the mask bits that it reads."""
     words = 0 if problem.mask_shape is None else scores // 8
     return replace(walk, read_bytes=walk.read_bytes + words, scratch_bytes=walk.scratch_bytes + words)
 

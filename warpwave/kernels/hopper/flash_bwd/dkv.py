@@ -1,4 +1,4 @@
-"""dK and dV by themselves, for head_dim and head_dim_v up to 256: four products a tile, no atomics.
+"""The launch of dK and dV, for head_dim and head_dim_v up to 256: four products a tile, no atomics.
 
 A block owns 64 keys of one kv head and walks the queries of all heads that read them. Scores are computed transposed,
 keys by queries, as in joint.py, but each of the two consumer warpgroups holds one result:
@@ -7,9 +7,9 @@ keys by queries, as in joint.py, but each of the two consumer warpgroups holds o
     group 1: dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q
 
 P passes from one to the other through shared memory, in float32: beside a sink, all probabilities of a row may be too
-small for float16, and bfloat16 would round dS twice. A group asks for its next scores before it waits for its sum, so
-that the tensor cores have work while either computes exponentials or dS. A bias comes in the stages of P (bias.py).
-dQ is dq.py's.
+small for float16, and bfloat16 would round dS twice. A group starts its next scores before it waits for its sum, so
+that the tensor cores have work while either group computes exponentials or dS. A bias is copied to the stages of P
+(bias.py). dq.py computes dQ.
 
 Bound: tensor cores (docs/notes/backward.md).
 """
@@ -89,12 +89,12 @@ class Tiles:
     """Shared memory of a block, and its barriers.
 
     Args:
-        keys, values: pieces of K and V, [1, 1, 1, 64, width]; dK and dV leave through them. `full` says that they came,
-            `empty` that they may be replaced.
+        keys, values: pieces of K and V, [1, 1, 1, 64, width]; dK and dV are stored through them. `full` signals that
+            they arrived, `empty` that they may be replaced.
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
         p: probabilities of two tiles, [2, 1, 1, 64, queries] float32, with their barriers.
-        bias: whose tiles are the stages of `p`, if each score has its own number.
-        box: messages of the producer.
+        bias: its tiles are the stages of `p` if each score has its own number.
+        box: the producer's messages.
     """
 
     keys: gl.tuple
@@ -137,7 +137,7 @@ def scores_of(fixed, stream, n, row_first, band, rules):
 
 @jit
 def sum_values(tiles, work, n, results, mask, heads, rules):
-    """Group 0: returns dV of a block, and the number of the next tile of queries."""
+    """Returns, in group 0, dV of a block, and the number of the next tile of queries."""
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_M))
     band = band_of(work, rules)
     key_first = band.k_begin + work.tile * rules.BLOCK_N
@@ -166,7 +166,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         bias_tile = tiles.bias.tiles.shape[0] // 2 * (n % 2)
         bias = bias_of(tiles.bias, bias_tile, work, head, row_first, key_first, True, rules.BLOCK_M, rules)
         p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, bias, True, False, rules)
-        if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
+        if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
             if place < num_cut(span):
                 rows, keys = places(p, row_first, key_first, True)
                 p = gl.where(visible(band, rows, keys, rules), p, 0.0)
@@ -176,11 +176,11 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         passed = p
         if rules.HAS_SOFTCAP:
             passed = p * cap
-        if rules.BIAS != "cells":  # which the producer put there, and waited
+        if rules.BIAS != "cells":  # the producer's tile, which was waited for
             mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
         matrix(tiles.p.index(n % 2)).store(passed)
         if rules.BIAS == "cells":
-            fence_async_shared()  # the copy engine writes the next bias there
+            fence_async_shared()  # the copy engine writes the next bias to it
         mbarrier.arrive(tiles.p_full.index(n % 2), count=1)
         # The log-sum-exp was read before the barrier within the arrival, and S of this tile is finished.
         arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))
@@ -196,7 +196,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         if i + 1 < steps:
             wait_rows(tiles.queries, n + 1, band.q_end - row_first, rules.BLOCK_M, rules.IS_VARLEN)
             zero_queries_before(tiles.queries, n + 1, row_first, band, rules)
-        # Behind the last tile, of whatever the next stage holds: nobody reads these.
+        # After the last tile, the scores are of arbitrary data and are not read.
         s = scores_async(matrices(tiles.keys, 0), tiles.queries.ring, n + 1, zero_accumulator(rules.BLOCK_M))
         dv = wait_for(pending, len(tiles.keys))
         hand_back_multiplied(tiles.dout.ring, n)
@@ -207,7 +207,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
 
 @jit
 def sum_keys(tiles, work, n, mask, heads, rules):
-    """Group 1: returns dK before the scale of a block, and the number of the next tile of queries."""
+    """Returns, in group 1, dK of a block before the scale, and the number of the next tile of queries."""
     layout: gl.constexpr = accumulator_layout(rules.BLOCK_M)
     band = band_of(work, rules)
     key_first = band.k_begin + work.tile * rules.BLOCK_N
@@ -252,7 +252,7 @@ def consumer(
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dV (group 0) or dK (group 1) of each block."""
-    n = 0  # tiles of queries met so far
+    n = 0  # tiles of queries processed so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -265,13 +265,13 @@ def consumer(
         else:
             result, n = sum_keys(tiles, work, n, mask, heads, rules)
             result = times(result, results.softmax_scale)
-        # To read the message again is cheaper than to keep what it says in registers through the loop.
+        # Reading the message again is cheaper than keeping its words in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
         band = band_of(work, rules)
         key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N
         key_end = work.k_begin + band.k_end
-        meet()  # the other group has multiplied what this one puts its result over
+        meet()  # the other group has multiplied what this result overwrites
         if GROUP == 0:
             store_pieces(
                 result, results.dv_maps, tiles.values, 0, results.dv_ptr, results.strides_dv, work.batch, work.head,
@@ -384,12 +384,12 @@ def dkv_kernel(
     HAS_MASK: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """Blocks of 64 keys of one kv head, as many as the counter gives.
+    """Processes blocks of 64 keys of one kv head until the counter is exhausted.
 
-    Tensor maps are of (batch, head, row, column), one for each piece of a tile's width, absent ones None; of statistics
-    (batch * head, row); of the bias, if each score has its own number, (batch, head, query, key).
+    Tensor maps have the axes (batch, head, row, column), one for each piece of a tile's width, absent ones None; maps
+    of statistics (batch * head, row); the map of the bias, if each score has its own number, (batch, head, query, key).
     """
-    if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
+    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
         cu_seqlens_q_ptr = counter_ptr
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:
@@ -411,7 +411,7 @@ def dkv_kernel(
         HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS, dropout,
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
-    # Of keys in place of queries: see work_on_keys.
+    # Keys take the place of queries: see work_on_keys.
     schedule = scheduler.Schedule(
         counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
         total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,

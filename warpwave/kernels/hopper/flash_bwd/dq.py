@@ -1,12 +1,12 @@
-"""dQ by itself, for head_dim and head_dim_v up to 256: three products a tile, no atomics.
+"""The launch of dQ, for head_dim and head_dim_v up to 256: three products a tile, no atomics.
 
 A block owns 128 queries of one head, 64 for each of two consumer warpgroups, and walks the keys that they see, as the
 forward does:
 
     S = Q K^T,  dP = dO V^T;   dS = exp(S - lse) (dP - delta);   dQ += dS K
 
-S of a tile is multiplied while dQ of the one before is. dK and dV are dkv.py's. On request, dS leaves as the gradient
-of the bias (bias.py), and sums over its rows as parts of the gradient of ALiBi's slopes.
+S of a tile is multiplied together with dQ of the previous tile. dkv.py computes dK and dV. On request, the launch also
+stores dS as the gradient of the bias (bias.py), and sums over its rows as parts of the gradient of ALiBi's slopes.
 
 Bound: tensor cores (docs/notes/backward.md).
 """
@@ -75,11 +75,10 @@ class Tiles:
     """Shared memory of a block, and its barriers.
 
     Args:
-        queries, dout: pieces of Q and dO, [2, 1, 1, 64, width], a group's each; dQ leaves through those of Q. `full`
-            says that a group's came, `empty` that they may be replaced.
+        queries, dout: pieces of Q and dO, [2, 1, 1, 64, width], one for each group; dQ is stored through those of Q.
+            `full` signals that a group's pieces arrived, `empty` that they may be replaced.
         keys, values: rings of K and V.
-        bias: whose tiles, of the stages of K times the groups, come with those of K.
-        box: messages of the producer.
+        bias: its tiles, the stages of K times the groups, are copied with those of K. box: the producer's messages.
     """
 
     queries: gl.tuple
@@ -105,13 +104,13 @@ class Tiles:
 
 @aggregate
 class Place:
-    """Where dQ goes, and what a group reads of its queries besides Q and dO.
+    """The destination of dQ, and the data of a group's queries besides Q and dO.
 
     Args:
         lse_ptr, delta_ptr: statistics (rows.py): `statistic_rows` of each of the `num_heads` heads of an item.
         dq_maps, dq_ptr, strides_dq: of dQ; strides of batch, head and row.
-        of_slopes_ptr: what each query adds to the gradient of its head's ALiBi slope, (batch, head, `longest` queries);
-            unused unless WRITE_DSLOPES.
+        of_slopes_ptr: each query's contribution to the gradient of its head's ALiBi slope, (batch, head, `longest`
+            queries); unused unless WRITE_DSLOPES.
     """
 
     lse_ptr: gl.tensor
@@ -207,7 +206,7 @@ def load_keys(tiles, k_maps, n, batch, kv_head, key, head, row):
 
 @jit
 def load_queries(q_maps, dout_maps, tiles, batch, head, row, messages):
-    """Loads Q and dO of both groups, each once its own of the block before are no longer needed."""
+    """Loads Q and dO of both groups, each as soon as its tiles of the previous block are no longer needed."""
     for g in gl.static_range(GROUPS):
         full = tiles.full.index(g)
         mbarrier.wait(tiles.empty.index(g), (messages & 1) ^ 1)
@@ -258,10 +257,10 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     row_first = block_first + GROUP * ROWS
     block_begin, block_end = key_tiles(band, block_first, block_first + rules.BLOCK_M, rules)
     begin, end = key_tiles(band, row_first, row_first + ROWS, rules)
-    begin = gl.minimum(gl.maximum(begin, block_begin), block_end - 1)  # one tile at least, if only a hidden one
+    begin = gl.minimum(gl.maximum(begin, block_begin), block_end - 1)  # at least one tile, which may be hidden
     end = gl.minimum(gl.maximum(end, begin + 1), block_end)
     walk = walk_of(mask, work, block_first // rules.BLOCK_M, rules)
-    if rules.HAS_MASK:  # both groups walk what the block sees
+    if rules.HAS_MASK:  # both groups walk the keys that the block sees
         begin = block_begin
         end = begin + gl.load(walk)
         block_end = end
@@ -269,7 +268,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     if rules.IS_VARLEN:
         batch = 0
     line = (batch * place.num_heads + work.head).to(gl.int64) * place.statistic_rows
-    # Tiles of statistics are as long as a step: of queries in dkv.py, of keys here.
+    # Tiles of statistics have the length of a step: queries in dkv.py, keys here.
     first = line + first_statistic(work, rules.BLOCK_N, rules) + (row_first - band.q_begin)
     lse = statistic(place.lse_ptr, first, band.q_end - row_first, float("inf"), rules.BLOCK_N)
     delta = statistic(place.delta_ptr, first, band.q_end - row_first, 0.0, rules.BLOCK_N)
@@ -302,9 +301,10 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
         ds = gradient(signed(p, row_first, key_first, False, rules_of_head), y, delta, rules_of_head)
         if rules.HAS_SOFTCAP and not takes_ds:
             ds = ds * cap
-        if not rules.HAS_MASK:  # whose words hold what position hides  # noqa: SIM102
+        if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
             if is_cut(row_first, key_first, band, rules):
-                # Here and not in P, which other work in flight would have to cross: dP of hidden pairs may be NaN.
+                # Applied here and not to P, so that P need not be kept while other work is in flight. dP of hidden
+                # pairs may be NaN.
                 rows, keys = places(ds, row_first, key_first, False)
                 ds = gl.where(visible(band, rows, keys, rules), ds, 0.0)
         if len(tiles.bias.gradient_maps) > 0:
@@ -317,12 +317,12 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
         if j + 1 < end:
             wait_keys(tiles, n + 1, band.k_end - key_first - rules.BLOCK_N, rules)
-        # Behind the last tile, of whatever the next stage holds: nobody reads these.
+        # After the last tile, the scores are of arbitrary data and are not read.
         s = scores_async(q, tiles.keys, n + 1, zero)
         dq = wait_for(pending, len(q))
         if len(tiles.bias.gradient_maps) > 0:
             tma.store_wait(0)
-        if rules.BIAS == "cells":  # threads read the stage too: a barrier of the group comes first
+        if rules.BIAS == "cells":  # threads read the stage too, so a barrier of the group comes first
             hand_back(tiles.keys, n)
         else:
             hand_back_multiplied(tiles.keys, n)
@@ -339,14 +339,14 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
 @jit
 def consumer(GROUP: gl.constexpr, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM: gl.constexpr):
     """Computes dQ of the GROUP-th 64 queries of each block."""
-    n = 0  # tiles of keys met so far
+    n = 0  # tiles of keys processed so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(GROUP), messages & 1)
         dq, n = sum_queries(GROUP, tiles, work, n, place, mask, rules)
-        # To read the message again is cheaper than to keep what it says in registers through the loop.
+        # Reading the message again is cheaper than keeping its words in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
         band = band_of(work, rules)
@@ -452,12 +452,13 @@ def dq_kernel(
     WRITE_DBIAS: gl.constexpr,
     WRITE_DSLOPES: gl.constexpr,
 ):
-    """Tiles of 128 queries of one head, as many as the counter gives.
+    """Processes tiles of 128 queries of one head until the counter is exhausted.
 
-    Tensor maps are of (batch, head, row, column), one for each piece of a tile's width, absent ones None; of the bias,
-    if each score has its own number, and of dS, (batch, head, query, key). Statistics are (batch * head, row).
+    Tensor maps have the axes (batch, head, row, column), one for each piece of a tile's width, absent ones None; the
+    maps of dS and of a bias with a number for each score, (batch, head, query, key). Statistics are (batch * head,
+    row).
     """
-    if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
+    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
         cu_seqlens_q_ptr = counter_ptr
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:

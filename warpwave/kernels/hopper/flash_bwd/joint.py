@@ -1,4 +1,4 @@
-"""dQ, dK and dV in one launch, for head_dim up to 128: five products a tile.
+"""The joint launch of dQ, dK and dV, for head_dim up to 128: five products a tile.
 
 A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of all heads that
 read them. Scores are computed transposed, keys by queries, so that P and dS are the register operands of dV and dK:
@@ -81,13 +81,13 @@ class Tiles:
     """Shared memory of a block, and its barriers.
 
     Args:
-        keys, values: K and V of the block's 128 keys, tuples of one; `full` says that they came, `empty` that they may
-            be replaced.
+        keys, values: K and V of the block's 128 keys, tuples of one; `full` signals that they arrived, `empty` that
+            they may be replaced.
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
-        ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile is enough. dK and
-            dV leave through it.
+        ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile suffices. dK and
+            dV are stored through it.
         dq: each group's share of a tile's dQ, [2, lines, LINE] float32, with its barriers.
-        box: messages of the producer.
+        box: the producer's messages.
     """
 
     keys: gl.tuple
@@ -173,13 +173,13 @@ def put_dq(share, tiles, GROUP: gl.constexpr, n):
 
 @jit
 def ds_part(tiles, stage, GROUP: gl.constexpr, HALF: gl.constexpr, rules):
-    """Returns where dS of a group's keys and the HALF-th 64 queries of a tile lies."""
+    """Returns the part of the buffers with dS of a group's keys and the HALF-th 64 queries of a tile."""
     return tiles.ds.index((stage * 2 + GROUP) * (rules.BLOCK_M // 64) + HALF)
 
 
 @jit
 def dq_async(zero, keys, tiles, n, HALF: gl.constexpr, rules):
-    """Starts dQ of the HALF-th 64 queries of a tile, with the columns that keys has: dS of both groups."""
+    """Starts dQ of the HALF-th 64 queries of a tile: the product of both groups' dS with the columns in `keys`."""
     dq = zero
     for group in gl.static_range(GROUPS):
         ds = matrix(ds_part(tiles, n % 2, group, HALF, rules)).permute((1, 0))
@@ -197,7 +197,8 @@ def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
 
 @jit
 def gradient_of_scores(p, cap, dp, delta, rules):
-    """dS^T of the products before the scale. Where P is 0, dP is finite: rows behind the band were never loaded."""
+    """Returns dS^T of the products before the scale. Where P is 0, dP is finite, because rows outside the band are
+    never loaded."""
     ds = gradient(p, dp, delta, rules)
     if rules.HAS_SOFTCAP:
         ds = ds * cap
@@ -208,7 +209,7 @@ def gradient_of_scores(p, cap, dp, delta, rules):
 def wide_step(
     dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
 ):  # fmt: skip
-    """A tile of 64 queries, head_dim 65 to 128. Each group multiplies half of dQ's columns."""
+    """Processes a tile of 64 queries, head_dim 65 to 128. Each group multiplies half of dQ's columns."""
     dtype: gl.constexpr = tiles.keys[0].dtype
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     BLOCK_M: gl.constexpr = rules.BLOCK_M
@@ -256,8 +257,8 @@ def wide_step(
 def narrow_step(
     dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
 ):  # fmt: skip
-    """A tile of 128 queries, head_dim up to 64, in two halves whose products are under way together. Each group
-    multiplies dQ of 64 queries."""
+    """Processes a tile of 128 queries, head_dim up to 64, in two halves whose products overlap. Each group multiplies
+    dQ of 64 queries."""
     dtype: gl.constexpr = tiles.keys[0].dtype
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     HALF: gl.constexpr = rules.BLOCK_M // 2
@@ -316,7 +317,7 @@ def narrow_step(
 
 @jit
 def step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules):
-    """A tile of queries, by the step for the head size."""
+    """Processes a tile of queries by the step for the head size."""
     if rules.BLOCK_M == 64:
         dk, dv = wide_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, IS_CUT, rules)
     else:
@@ -328,8 +329,8 @@ def step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexp
 def store_result(
     x, result_map, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
 ):  # fmt: skip
-    """Stores dK or dV of a group's 64 keys: by TMA through parts of dS; where a packed sequence ends inside, row by
-    row, for behind it lies another."""
+    """Stores dK or dV of a group's 64 keys: by TMA through parts of dS, or row by row if a packed sequence ends inside,
+    because another one follows."""
     band = band_of(work, rules)
     key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
     key_end = work.k_begin + band.k_end
@@ -350,7 +351,7 @@ def store_by_map(x, result_map, tiles, batch, head, key, GROUP: gl.constexpr, ru
         parts = (x,)
     else:
         parts = gl.split(gl.permute(gl.reshape(x, [GROUP_KEYS, 2, COLUMNS]), (0, 2, 1)))
-    tma.store_wait(0)  # the compiler's barrier before the next store to the buffer tells the other warps
+    tma.store_wait(0)  # the compiler's barrier before the next store to the buffer informs the other warps
     for i in gl.static_range(len(parts)):
         part = gl.convert_layout(parts[i], accumulator_layout(COLUMNS), assert_trivial=True)
         matrix(ds_part(tiles, i, GROUP, 0, rules)).store(part.to(result_map.dtype))
@@ -361,7 +362,7 @@ def store_by_map(x, result_map, tiles, batch, head, key, GROUP: gl.constexpr, ru
 
 @jit
 def zero_keys_behind(tiles, work, rules):
-    """Zeroes the rows of K and V behind a packed sequence, which are another's."""
+    """Zeroes the rows of K and V past the end of a packed sequence, which belong to another one."""
     band = band_of(work, rules)
     keys_used = band.k_end - (band.k_begin + work.tile * rules.BLOCK_N)
     if keys_used < rules.BLOCK_N:
@@ -371,7 +372,7 @@ def zero_keys_behind(tiles, work, rules):
 
 @jit
 def zero_unseen_keys(tiles, work, rules):
-    """Zeroes the rows of K and V before the first key that is seen."""
+    """Zeroes the rows of K and V before the first visible key."""
     band = band_of(work, rules)
     key_first = band.k_begin + work.tile * rules.BLOCK_N
     zero_keys_before(tiles.keys, 0, key_first, band, rules)
@@ -386,7 +387,7 @@ def consumer(
     """Computes dK and dV of the GROUP-th 64 keys of each block, and its share of dQ."""
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     dropout_key = key_of(rules.dropout)
-    n = 0  # tiles of queries met so far
+    n = 0  # tiles of queries processed so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -398,9 +399,9 @@ def consumer(
             zero_keys_behind(tiles, work, rules)
         zero_unseen_keys(tiles, work, rules)
         tma.store_wait(0)
-        meet()  # the results of the block before have left the buffers of dS
+        meet()  # the previous block's results have left the buffers of dS
         for h in range(heads.group_size):
-            # To read the message again is cheaper than to keep what it says in registers through the loops.
+            # Reading the message again is cheaper than keeping its words in registers through the loops.
             work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
             band = band_of(work, rules)
             block_first = band.k_begin + work.tile * rules.BLOCK_N
@@ -422,7 +423,7 @@ def consumer(
         mbarrier.arrive(tiles.empty.index(0), count=1)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
-        meet()  # the other group's last dQ has read what this one puts its results over
+        meet()  # the other group's last dQ has read what these results overwrite
         if has_dropout(rules.dropout):
             dv = dv * rules.dropout.scale
         store_result(dv, results.dv_maps[0], results.dv_ptr, results.strides_dv, tiles, work, GROUP, HEAD_DIM_V, rules)
@@ -499,11 +500,10 @@ def joint_kernel(
     HAS_SOFTCAP: gl.constexpr,
     IS_VARLEN: gl.constexpr,
 ):
-    """Blocks of 128 keys of one kv head, as many as the counter gives.
-
-    Tensor maps are of (batch, head, row, column), of statistics (batch * head, row), of dQ's sums (line, LINE).
+    """Processes blocks of 128 keys of one kv head until the counter is exhausted. Tensor maps have the axes (batch,
+    head, row, column), those of statistics (batch * head, row), that of dQ's sums (line, LINE).
     """
-    if not IS_VARLEN:  # aggregates hold no None: the counter stands for pointers that nobody reads
+    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
         cu_seqlens_q_ptr = counter_ptr
         cu_seqlens_k_ptr = counter_ptr
     if not HAS_ALIBI:
@@ -516,7 +516,7 @@ def joint_kernel(
         HAS_SOFTCAP, IS_VARLEN, False, "", dropout,
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
-    # Of keys in place of queries: see work_on_keys.
+    # Keys take the place of queries: see work_on_keys.
     schedule = scheduler.Schedule(
         counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
         total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,

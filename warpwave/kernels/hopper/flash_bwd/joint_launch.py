@@ -1,4 +1,4 @@
-"""The launches of all gradients together: dQ's sums, dK and dV (joint.py), then dQ from its sums (rows.py)."""
+"""The launches of the joint way: dQ's sums, dK and dV (joint.py), then dQ from its sums (rows.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def _sources(t: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor]) -> list[MapPlan]:
-    """Returns the tensor maps. Q and dO end with the last query that sees a key, K and V with the last key seen."""
+    """Returns the tensor maps. Those of Q and dO end with the last query that sees a key, those of K and V with the
+    last visible key."""
     plans = []
     for source, tensor in enumerate(sources[:4]):
         of_keys = source in (1, 2)

@@ -52,7 +52,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[int, ...] | None]:
-    """Returns the shapes of the workspace's tensors, None for those that there are not."""
+    """Returns the shapes of the workspace's tensors, None for absent ones."""
     tiles, heads = launches.query_tiles(problem, config.block_m), launches.heads_of(problem)
     statistics = (heads, tiles * config.block_m)
     line = joint.LINE.value
@@ -71,11 +71,11 @@ _DTYPES = (*(torch.float32,) * 4, *(torch.int32,) * 2, *(torch.int8,) * 2)
 def bind(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], config: Config
 ) -> Callable[[Operands, Results, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor | None, ...]]:
-    """Prepares the gradients of one problem and layout; compiles in the first call, and in the first with a dlse.
-    The gradient of ALiBi's slopes takes launches apart, whatever the config.
+    """Prepares the gradients of one problem and layout; compiles in the first call, and in the first with a dlse. The
+    gradient of ALiBi's slopes takes separate launches, whatever the config.
 
     Returns:
-        run: `run(operands, (out, lse), dout, dlse)` gives dq, dk, dv, dbias, dslopes, dsinks; None where not wanted.
+        run: `run(operands, (out, lse), dout, dlse)` returns dq, dk, dv, dbias, dslopes, dsinks; None if not wanted.
     """
     if wanted[4] and problem.alibi_shape is not None:
         config = configs(problem, gpu)[-1]
@@ -124,7 +124,7 @@ def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> T
         batch, heads = bias.shape[:2]
         bias = bias.expand(batch, heads, problem.seqlen_q, problem.seqlen_k)
         dbias = host.padded_rows(bias, (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k))
-        if problem.has_band or problem.mask_shape is not None:  # whose hidden tiles no block visits
+        if problem.has_band or problem.mask_shape is not None:  # no block visits hidden tiles
             dbias.zero_()
     if is_wanted or host.bias_kind(bias) == "cells":
         bias = host.mappable_bias(bias)
@@ -132,7 +132,7 @@ def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> T
 
 
 def bias_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
-    """Returns dS summed over the axes along which the bias is broadcast; None where it is not wanted."""
+    """Returns dS summed over the axes along which the bias is broadcast; None if it is not wanted."""
     if tensors.dbias is None or problem.bias_shape is None:
         return None
     sizes = zip(problem.bias_shape, tensors.dbias.shape, strict=True)
@@ -149,20 +149,20 @@ def with_slopes(problem: AttentionProblem, tensors: Tensors) -> Tensors:
 
 
 def slope_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
-    """Returns the gradient of ALiBi's slopes, of their shape; None where it is not wanted."""
+    """Returns the gradient of ALiBi's slopes, of their shape; None if it is not wanted."""
     if tensors.of_slopes is None or problem.alibi_shape is None:
         return None
     return tensors.of_slopes.sum((0, 2) if len(problem.alibi_shape) == 1 else 2)
 
 
 class _Bound:
-    """Launches one behind another, bound when they first run. Keeps no tensors."""
+    """Launches that run one after another, bound when they first run. Keeps no tensors."""
 
     def __init__(self) -> None:
         self._launchers: list[tuple[launch.Launcher, Callable[[Tensors], Sequence[Any]]]] | None = None
 
     def run(self, tensors: Tensors, steps: Callable[[], list[Step]]) -> None:
-        """Launches on the tensors; `steps` says what, in the first call."""
+        """Launches on the tensors; `steps` returns the launches in the first call."""
         if self._launchers is None:
             self._launchers = [(_bind(step, tensors), step.given) for step in steps()]
         for launcher, given in self._launchers:
@@ -177,13 +177,14 @@ def _bind(step: Step, tensors: Tensors) -> launch.Launcher:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor at a multiple of 16 bytes, which the launches are compiled for: a copy if need be."""
+    """Returns a contiguous tensor at a multiple of 16 bytes, for which the launches are compiled; a copy if
+    necessary."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() & 15 else tensor
 
 
 def specify(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
-    """Returns the launches, from tensors that may be without memory (device "meta") when only to be compiled."""
+    """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled."""
     of = joint_launch if config.is_joint else apart_launch
     return [launches.statistics(problem, tensors, config), *of.steps(problem, gpu, tensors, config)]
 

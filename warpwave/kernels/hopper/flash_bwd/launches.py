@@ -1,4 +1,4 @@
-"""What the launches of `hopper/flash_bwd` share on the host: the tensors of a call, and the statistics of rows."""
+"""Host code that the launches of `hopper/flash_bwd` share: the tensors of a call, and the statistics of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Workspace(NamedTuple):
     of_sinks: torch.Tensor | None  # (batch * num_heads_q, tiles)
     words: torch.Tensor | None  # of the mask, and of its transpose: see prepass/mask_bits.py
     words_transposed: torch.Tensor | None
-    queries_seen: torch.Tensor | None  # where a bias hides: see prepass/bias_seen.py
+    queries_seen: torch.Tensor | None  # what a bias shows: see prepass/bias_seen.py
     keys_seen: torch.Tensor | None
     walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `with_walks`
     walks_transposed: torch.Tensor | None = None
@@ -57,10 +57,10 @@ class Tensors(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch, and which tensors of a call it takes.
+    """One launch, and the tensors of a call that it takes.
 
     Args:
-        given: returns those that the launch is called with; those that tensor maps describe come first.
+        given: returns the launch's arguments; tensors that maps describe come first.
         plans: the tensor maps; empty if there are none.
     """
 
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
 
 def bias_kind(tensors: Tensors) -> str:
-    """Returns how a bias is read (`host.bias_kind`). One whose gradient is wanted has a number for each score."""
+    """Returns how a bias is read (`host.bias_kind`). A bias whose gradient is wanted has a number for each score."""
     return "cells" if tensors.dbias is not None else host.bias_kind(tensors.operands.bias)
 
 
@@ -89,7 +89,7 @@ def query_tiles(problem: AttentionProblem, block_m: int) -> int:
 
 
 def heads_of(problem: AttentionProblem) -> int:
-    """Returns the query heads of all items that tensors tell apart."""
+    """Returns the query heads of all batch items; packed sequences count as one item."""
     return problem.num_heads_q * (1 if problem.packed else problem.batch)
 
 
@@ -111,7 +111,7 @@ def statistic_plan(source: int, tensor: torch.Tensor, block_m: int) -> MapPlan:
 
 
 def first_row_multiple(problem: AttentionProblem) -> int:
-    """Returns the number of which the first query of the first tile is a multiple (band.band_of)."""
+    """Returns a number that divides the first query of the first tile (band.band_of)."""
     if problem.mask_shape is not None or problem.bias_shape is not None:
         return mask_bits.TILE_KEYS
     return PERIOD.value if problem.dropout_p else 1
@@ -127,7 +127,7 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     """Returns the run-time arguments of a launch that draws blocks of keys (band.work_on_keys), in its order.
 
     Args:
-        bytes_of_row: what a query of a head brings to L2; heads that run together fit there.
+        bytes_of_row: bytes of a query of a head in L2, which must hold the heads that run together.
     """
     tiles_per_head = -(-problem.seqlen_k // config.block_n)
     group_size = problem.num_heads_q // problem.num_heads_kv
@@ -176,7 +176,7 @@ def constants_of(problem: AttentionProblem) -> dict[str, Any]:
 
 def of_hidden(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
     """Returns the launches that read a mask or a bias before all others: they pack the mask and its transpose, and find
-    what the bias hides from everything."""
+    the queries and keys that the bias hides entirely."""
     steps = []
     if problem.bias_shape is not None:
         bias, (of_queries, of_keys) = tensors.operands.bias, tensors.workspace[6:8]
@@ -202,7 +202,7 @@ def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
 def with_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> Tensors:
     """Returns the tensors of a call, with lists of the steps that its blocks walk (`mask_bits.walks`) if it has a mask:
     those of which the packed mask shows a pair. Steps of a block of 128 queries are tiles of keys; steps of a block of
-    64 keys are tiles of queries, counted over the heads of a group. What skipping the others gains was not measured."""
+    64 keys are tiles of queries, counted over the heads of a group. The gain was not measured."""
     work = tensors.workspace
     if work.words is None or work.words_transposed is None:
         return tensors

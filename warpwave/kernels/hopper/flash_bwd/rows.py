@@ -31,7 +31,7 @@ UNSPECIALISED = [
 
 @jit
 def _clamped(cu_seqlens_ptr, b, total):
-    """Returns begin and length of packed sequence b, inside the tensor whatever the offsets are."""
+    """Returns begin and length of packed sequence b, clamped to the tensor."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), begin), total)
     return begin, end - begin
@@ -56,12 +56,12 @@ def _place(
     IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Returns where tile `place` lies: the first row and the queries of its sequence, which of them see a key, as
-    [q_begin, q_end), and the tile's number in the sequence, negative where it is none's."""
+    """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
+    see a key, [q_begin, q_end), and the tile's number in the sequence, negative if it belongs to none."""
     begin = 0
     tile = place
     if IS_VARLEN:
-        # As scheduler.packed_tile: the last sequence whose places begin here or before.
+        # As in scheduler.packed_tile: the last sequence whose places begin here or before.
         before = 0
         for first in range(0, batch, 128):
             b = first + tl.arange(0, 128)
@@ -136,7 +136,8 @@ def statistics_kernel(
     """Computes the statistics of one tile of queries of one head, and zeroes its sums of dQ.
 
     Args:
-        of_sinks_ptr: (batch * num_heads, num_tiles): what the tile's rows add to the gradient of their head's sink.
+        of_sinks_ptr: (batch * num_heads, num_tiles): the contribution of the tile's rows to the gradient of their
+            head's sink.
     """
     place = tl.program_id(0) % num_tiles
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -171,7 +172,7 @@ def statistics_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
         of_sink = tl.where(sees, -tl.exp(sink - tl.where(sees, lse, 0.0)) * delta, 0.0)
-        if dlse_ptr is not None:  # of a row that sees nothing, the log-sum-exp is the sink's logit
+        if dlse_ptr is not None:  # the log-sum-exp of a row that sees nothing is the sink's logit
             others = tile * BLOCK_M + lanes
             unseen = (others >= 0) & (others < num_queries) & ((others < q_begin) | (others >= q_end))
             beside = (begin + others).to(tl.int64) * stride_dlm

@@ -1,4 +1,4 @@
-"""Steps that Hopper's backward kernels are built from: probabilities, rings of queries, stores of gradients."""
+"""Building blocks of Hopper's backward kernels: probabilities, rings of queries, stores of gradients."""
 
 from warpwave.kernels.hopper.dropout import drop, has_dropout
 from warpwave.kernels.hopper.flash_bwd.band import begins_early, tile_at, visible
@@ -34,7 +34,7 @@ from warpwave.runtime.gluon_or_stub import (
 
 @aggregate
 class Heads:
-    """How the query heads of a call relate to its kv heads and to dQ's sums.
+    """The query heads of a call, its kv heads, and dQ's sums.
 
     Args:
         num_heads: query heads.
@@ -55,8 +55,8 @@ class Heads:
 
 @aggregate
 class Results:
-    """Where dK and dV go: tensor maps of their pieces, addresses, and strides of batch, head and row. What dK is
-    multiplied by. ALiBi's slopes."""
+    """The destination of dK and dV: tensor maps of their pieces, addresses, and strides of batch, head and row. Also
+    the factor of dK, and ALiBi's slopes."""
 
     dk_maps: object
     dv_maps: object
@@ -85,7 +85,7 @@ class Results:
 
 @aggregate
 class Mask:
-    """A packed mask (prepass/mask_bits.py). Rows are keys where scores are computed transposed.
+    """A packed mask (prepass/mask_bits.py). Its rows are keys if scores are computed transposed.
 
     Args:
         words_ptr, strides: its words, and their strides of batch, head, tile of columns and row.
@@ -127,8 +127,7 @@ def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
 
 @jit
 def walk_of(mask, work, block, rules):
-    """Returns where the steps of a block of queries or keys are listed, 0 without a mask. Its number of steps comes
-    first."""
+    """Returns the address of the list of a block's steps, 0 without a mask. The number of steps comes first."""
     walk = gl.to_tensor(0)
     if rules.HAS_MASK:
         walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.walk_strides[0]
@@ -141,7 +140,7 @@ class Stream:
     """A ring of row tiles, Q or dO, each with one float32 statistic a row: the log-sum-exp or delta.
 
     Args:
-        ring: its barriers also say that the statistics came.
+        ring: its barriers also signal that the statistics arrived.
         statistics: [stages, 1, rows] float32.
     """
 
@@ -165,7 +164,7 @@ def stream_of(maps, statistic_map, STAGES: gl.constexpr, CONSUMERS: gl.constexpr
 
 @jit
 def load_rows(stream, row_maps, statistic_map, n, batch, head, row, statistic_place):
-    """Loads tile n by TMA, with its statistics, as soon as its stage is free. Rows outside the tensor come as zeros."""
+    """Loads tile n by TMA, with its statistics, as soon as its stage is free. Rows outside the tensor are zeros."""
     ring = stream.ring
     load_tile(ring, row_maps, n, batch, head, row, statistic_map.block_type.nbytes)
     stage = n % ring.stages
@@ -199,8 +198,8 @@ def zero_keys_before(pieces, tile, key_first, band, rules):
 
 @jit
 def zero_tail(x, rows_used, COUNT: gl.constexpr):
-    """Zeroes rows of x, COUNT in shared memory, from `rows_used` on, for wgmma to read."""
-    for first in gl.static_range(0, COUNT, 16):  # few rows at a time, for the sake of registers
+    """Zeroes rows of x, COUNT rows in shared memory, from `rows_used` on, before wgmma reads them."""
+    for first in gl.static_range(0, COUNT, 16):  # few rows at a time, to limit registers
         if first + 16 > rows_used:
             zero_rows(x.slice(first, 16, dim=0), rows_used - first)
     fence_async_shared()
@@ -269,10 +268,10 @@ def probabilities(
 
     Args:
         x: scores before the scale, float32: [keys, queries] if KEYS_FIRST, else [queries, keys].
-        lse_log2: of the queries, in bits, as a row or a column beside x; +inf for a query that sees nothing.
-        words: of a mask (words.py); unused without one.
+        lse_log2: log-sum-exp of the queries in bits, as a row or a column beside x; +inf for a query that sees nothing.
+            words: words of a mask (words.py); unused without one.
         bias: in natural units, to be broadcast to x; unused without one.
-        IS_CUT: whether an edge of the band passes through the tile, or its keys end within.
+        IS_CUT: whether an edge of the band passes through the tile, or the keys end within it.
     """
     cap = x
     if rules.HAS_SOFTCAP:
@@ -308,7 +307,7 @@ def signed(p, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
 
 @jit
 def kept(p, rules):
-    """Returns what dropout leaves of `signed` P, before its scale."""
+    """Returns `signed` P with zeros for dropped pairs, before dropout's scale."""
     if has_dropout(rules.dropout):
         p = gl.maximum(p, 0.0)
     return p
@@ -346,7 +345,7 @@ def slope_of(slopes_ptr, stride_alibi_b, work, head, rules):
 
 @jit
 def meet():
-    """A barrier of both consumers, which the compiler's own placement of barriers does not see."""
+    """Waits for both consumers at a barrier that the compiler's placement of barriers does not see."""
     number = gl.full([128], FREE_BARRIERS, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
@@ -359,8 +358,8 @@ def store_pieces(
     IS_VARLEN: gl.constexpr,
 ):  # fmt: skip
     """Stores 64 rows of a gradient, a tuple of pieces [64, width], as rows `row` to `row_end` of a head of WIDTH
-    columns. By TMA, which stops at the tensor's end, through the I-th tile of `buffers`; where a packed sequence ends
-    inside, from registers, for behind it lies another."""
+    columns. They are stored by TMA, which stops at the tensor's end, through the I-th tile of `buffers`; or from
+    registers if a packed sequence ends inside, because another one follows."""
     for i in gl.static_range(len(maps)):
         matrix(buffers[i].index(I)).store(x[i].to(maps[i].dtype))
     fence_async_shared()

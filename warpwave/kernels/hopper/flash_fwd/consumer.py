@@ -248,8 +248,7 @@ def overlapped_tiles(
 
 @jit
 def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end, work, place, keys, rules):
-    """`overlapped_tiles` for a call with a mask: processes the tiles of [begin, end) that it shows to the block, at
-    least one."""
+    """Processes, like `overlapped_tiles`, the tiles of [begin, end) that a mask shows to the block, at least one."""
     m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
     beside = place.beside
     bits = scheduler.shown_last(place.box, place.message)

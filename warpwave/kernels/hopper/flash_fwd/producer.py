@@ -82,8 +82,8 @@ class Producer:
 
 @jit
 def producer(role):
-    """Draws tiles of queries and loads their operands. With a mask or bias, also reloads every block that a consumer
-    asks for (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
+    """Draws tiles of queries and loads their operands. With a mask or bias, it also reloads every block whose consumer
+    reports a non-finite output (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
     box = role.box
     schedule = role.schedule
     rules = role.rules
@@ -201,7 +201,7 @@ def last_tiles_shown(work, beside, rules):
 
 @jit
 def load_masked_block(role, work, kv_head, n, messages, bits):
-    """`load_block` for a call with a mask: loads the tiles that it shows, at least one."""
+    """Loads, like `load_block`, the tiles that a mask shows, at least one."""
     rules = role.rules
     beside = role.beside
     keys = aligned(keys_of_sequence(work, rules))

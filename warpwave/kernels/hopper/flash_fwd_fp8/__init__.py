@@ -1,6 +1,6 @@
 """`hopper/flash_fwd_fp8`: the warp-specialized forward for Hopper with 8-bit products, in Gluon.
 
-Bound: no unit alone (kernel.py).
+Bound: no single unit (kernel.py).
 """
 
 from warpwave.kernels.hopper.flash_fwd_fp8.claims import cost, outrun, why_not

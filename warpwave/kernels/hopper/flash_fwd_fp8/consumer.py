@@ -1,8 +1,8 @@
 """The consumers of the 8-bit Hopper forward, of 64 queries each.
 
-A consumer walks the keys that its 64 queries see, from the last to the first, as in `flash_fwd`. Its products of a tile
-start together: those of its scores, and those of the probabilities before with their values, which it adds to its
-float32 accumulator.
+A consumer walks the keys that its 64 queries see, from the last to the first, as in `flash_fwd`. The products of a
+tile's scores start together with those of the previous tile's probabilities and values, which are added to a float32
+accumulator.
 """
 
 from warpwave.kernels.hopper import scheduler

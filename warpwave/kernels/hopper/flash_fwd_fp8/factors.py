@@ -13,7 +13,7 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 
 @aggregate
 class Factors:
-    """The factors of a call, and how they lie in memory (kernels/descales.py).
+    """The factors of a call, and their strides (kernels/descales.py).
 
     Args:
         q_ptr, k_ptr, v_ptr: float32.

@@ -1,7 +1,7 @@
 """FlashAttention forward for NVIDIA Hopper with 8-bit products: warp-specialized, in Gluon; float8 q, k and v.
 
 A block is one producer warp and one to three consumer warpgroups of 64 queries each, as in `flash_fwd`. 8-bit wgmma
-reads both operands along the summed axis, so a launch before writes V transposed (prepass/transpose_values.py).
+reads both operands along the summed axis, so a preceding launch writes V transposed (prepass/transpose_values.py).
 Probabilities are multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product
 with V covers more than 128 keys; its sum is added in float32 (products.py), where the factor of V also goes
 (factors.py).
@@ -11,8 +11,8 @@ with V covers more than 128 keys; its sum is added in float32 (products.py), whe
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3.3.
 
-Bound: none alone. A step takes as long as its products and the larger of exponentials and instruction issue together
-(docs/notes/hopper_fp8.md).
+Bound: no single unit. A step takes as long as its products plus the larger of exponentials and instruction issue
+    (docs/notes/hopper_fp8.md).
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def _specify(
         tensors=(*descriptors, out_ptr, lse, *operands[5:12], host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles),
         constants=_constants(problem, config),
-        # It begins while the launch before runs.
+        # It begins while the preceding launch runs.
         options={"num_warps": 4, "enable_fp_fusion": True, "launch_pdl": True},
     )
     return transpose_values.specify(problem, gpu, operands, transposed), attend

@@ -1,5 +1,5 @@
 """The producer warp of the 8-bit Hopper forward. As in `flash_fwd` it draws tiles of queries, announces them to the
-consumers, and keeps the rings of K and V full; tiles of V are [columns, keys], where the launch before has put them."""
+consumers, and keeps the rings of K and V full; tiles of V are [columns, keys], as the preceding launch wrote them."""
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_fwd.producer import load_queries

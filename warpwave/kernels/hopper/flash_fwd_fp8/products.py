@@ -1,9 +1,9 @@
 """Products of 8-bit operands: V transposed in memory, probabilities as an operand, sums promoted to float32.
 
 wgmma multiplies 8-bit operands only if both run along the summed axis in shared memory ("K-major"). K does. A launch
-before the attention writes V so, with the keys of every 16 permuted (prepass/transpose_values.py): a thread's
-probabilities, which it holds in wgmma's order of accumulators, are then in wgmma's order of operands, and `operand`
-moves no data.
+before the attention writes V in this order, with the keys of every 16 permuted (prepass/transpose_values.py): a
+thread's probabilities, which it holds in wgmma's order of accumulators, are then in wgmma's order of operands, and
+`operand` moves no data.
 
 The tensor cores add 8-bit products with about 14 bits: a product smaller than 2^-13 of the sum is cut off. After 8,192
 equal terms the sum would no longer grow. Each product with V therefore starts from zero, covers at most 128 keys and
@@ -77,7 +77,7 @@ def to_e4m3(a, b, c, d):
 @jit
 def rounded(p, BLOCK_N: gl.constexpr):
     """Returns probabilities [64, BLOCK_N] in 8 bits, four in each of [64, BLOCK_N / 4], for keys in the order of V
-    transposed. Loops carry them so: single bytes would be unpacked and packed again."""
+    transposed. Loops carry them in this form, because single bytes would be unpacked and packed again."""
     p = gl.permute(gl.reshape(p, [ROWS, BLOCK_N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
     even, odd = gl.split(gl.reshape(p, [ROWS, BLOCK_N // 4, 2, 2]))
     a, c = gl.split(even)
@@ -138,8 +138,8 @@ def chunk_of_values(v_ring, n, CHUNK_INDEX: gl.constexpr):
 
 @jit
 def promoted(acc, product, factor, HAS_FACTOR: gl.constexpr):
-    """Returns acc plus a product, in float32, times the factor of its values if they have one. Added here, and not
-    where the compiler would like to: behind the last product it would keep every product of a tile in registers."""
+    """Returns acc plus a product, in float32, times the factor of its values if they have one. The addition is kept
+    here: the compiler would move it after the last product, and keep every product of a tile in registers."""
     if HAS_FACTOR:
         factor = gl.full(product.shape, factor, gl.float32, product.type.layout)
         return gl.inline_asm_elementwise(
@@ -166,10 +166,10 @@ def with_chunks(acc, pending, p, v_ring, n, factor, HAS_FACTOR: gl.constexpr, FI
     """Adds the products of tile n with chunks FIRST to END - 1 to their accumulators, one after another.
 
     Args:
-        pending: the product with chunk FIRST, under way.
+        pending: the product with chunk FIRST, in flight.
 
     Returns:
-        acc, and the product with chunk END, under way; the last one, finished, if there is no such chunk.
+        acc, and the product with chunk END, in flight; or the last product, finished, if there is no such chunk.
     """
     for c in gl.static_range(FIRST, END):
         product = warpgroup_mma_wait(0, deps=[pending])
@@ -182,9 +182,9 @@ def with_chunks(acc, pending, p, v_ring, n, factor, HAS_FACTOR: gl.constexpr, FI
 
 @jit
 def next_product(p, before, v_ring, n, CHUNK_INDEX: gl.constexpr):
-    """Starts the product with a chunk of tile n of V in the registers of the product with the chunk before, which it
-    takes as its accumulator and does not add. Otherwise ptxas starts it while half of the other is still to be added,
-    and at head_dim 256 both do not fit."""
+    """Starts the product with a chunk of tile n of V in the registers of the previous chunk's product, which it takes
+    as its accumulator and does not add. Otherwise ptxas starts it before the previous product is fully added, and at
+    head_dim 256 both do not fit."""
     chunk: gl.constexpr = chunks_of(v_ring.pieces)[CHUNK_INDEX]
     if chunk[2] == before.shape[1]:
         v = chunk_of_values(v_ring, n, CHUNK_INDEX)

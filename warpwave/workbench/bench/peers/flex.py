@@ -122,7 +122,7 @@ def _compiled(problem: AttentionProblem) -> Any:
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
 
     kept = _last_compiled()
-    # Precision is ours to choose, and makes no other kernel of theirs.
+    # The precision is a setting of ours, not another kernel.
     problem = replace(problem, precision="default", error_budget=None)
     if kept.get("problem") != problem:
         torch.compiler.reset()

@@ -2,7 +2,7 @@
 
 The two products run at the speed of the vendor's matrix multiplication, which is hard to beat at large head_dim. With
 16-bit inputs the scores are rounded to 16 bits, an error that flash kernels do not have and that our gates reject. It
-is timed nevertheless, marked, and never the peer to beat.
+is timed and marked as inaccurate, and never counts as the best peer.
 """
 
 from __future__ import annotations
