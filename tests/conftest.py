@@ -6,6 +6,7 @@ Without a GPU the Triton kernels run in Triton's interpreter, which must be sele
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -13,10 +14,13 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from tests import interpreter
 from tests.conformance.datasets import DATA_SETS
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:  # published for Linux only
+        interpreter.patch_at_launches_only()
 
 # Kernels that nobody is served by unasked, and one in how many of their tests runs without a GPU in `make test`; all of
 # them run in `make test-full`, and on a GPU. An interpreted call takes tiled half a second and naive more than one. No
