@@ -26,8 +26,9 @@ if not torch.cuda.is_available():
 # them run in `make test-full`, and on a GPU. An interpreted call takes tiled half a second and naive more than one. No
 # multiples of 3, so that the sample meets all three data sets.
 SAMPLED = {"tiled": 25, "naive": 50, "split_kv": 100, "large_head_dim": 100, "three_kernel": 100}
-# Products of rounded parts take the interpreter seconds: each case of the grid meets one of the data sets, in turn.
-IN_TURN = ("float32:tf32", "float32:tf32x3", "float32:bf16x3", "float32:bf16x6")
+# Of flash_fwd every case of these runs without a GPU in `make test`, with one of the data sets, in turn: an interpreted
+# call takes a third of a second, and seconds with products of rounded parts.
+IN_TURN = ("test_case_grid", "test_tile_edges")
 MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
 
 
@@ -66,8 +67,7 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
                 if seen[kernel] % SAMPLED[kernel]:
                     item.add_marker(pytest.mark.full)
                 seen[kernel] += 1
-            dtype = getattr(parameters.get("case"), "dtype", "")
-            if item.name.startswith("test_case_grid") and kernel == "flash_fwd" and dtype in IN_TURN:
+            if item.name.startswith(IN_TURN) and kernel == "flash_fwd":
                 # The data sets of a case come one after another.
                 nth, data = divmod(seen["in turn"], len(DATA_SETS))
                 if data != nth % len(DATA_SETS) and not torch.cuda.is_available():
