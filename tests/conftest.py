@@ -20,7 +20,7 @@ from tests.conformance.datasets import DATA_SETS
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if importlib.util.find_spec("triton") is not None:  # published for Linux only
-        interpreter.patch_at_launches_only()
+        interpreter.patch()
 
 # Kernels that nobody is served by unasked, and one in how many of their tests runs without a GPU in `make test`; all of
 # them run in `make test-full`, and on a GPU. An interpreted call takes tiled half a second and naive more than one. No
