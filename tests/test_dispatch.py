@@ -146,7 +146,7 @@ def test_a_gpu_kernel_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_too_old() -> None:
     turing = replace(H200, name="Tesla T4", arch="sm_75", smem_per_block_bytes=64 * 1024)
-    assert dispatch.choose(PROBLEM, turing).kernel is eager
+    assert dispatch.choose(PROBLEM, turing).kernel is dispatch.eager
     with pytest.raises(RuntimeError, match=r"found Tesla T4 \(sm_75\); it needs sm_80 or newer"):
         dispatch.choose(PROBLEM, turing, "flash_fwd")
 

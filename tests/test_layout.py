@@ -87,8 +87,10 @@ def imports(module: str) -> Iterator[Import]:
         for name in imported(node):
             yield Import(module, name, when)
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # which holds no import
+                continue
             inner = when
-            if isinstance(child, ast.FunctionDef | ast.Lambda):
+            if isinstance(child, ast.FunctionDef):
                 inner = "function"
             elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 inner = "types"

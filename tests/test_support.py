@@ -24,7 +24,7 @@ def test_a_changed_refusal_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> 
 
     changed = SimpleNamespace(**(vars(flash_fwd) | {"why_not": why_not}))
     monkeypatch.setattr(
-        dispatch, "KERNELS", tuple(changed if kernel is flash_fwd else kernel for kernel in dispatch.KERNELS)
+        dispatch, "KERNELS", tuple(changed if kernel is dispatch.flash_fwd else kernel for kernel in dispatch.KERNELS)
     )
     page = support_matrix.page()
     assert page != support_matrix.PAGE.read_text()

@@ -21,7 +21,6 @@ from torch.autograd import forward_ad
 from warpwave import dispatch
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.kernels import eager
 from warpwave.options import Options
 from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
@@ -79,6 +78,7 @@ def bind_gradients(
         if hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu):
             of_kernel: Gradients = own.gradients(problem, gpu, operands, dout, dlse, wanted)
             return of_kernel
+        eager = dispatch.eager
         config = eager.configs(problem, gpu)[0]
         if own is not eager:
             # eager's gradients compute P and delta from lse and out, which must come from the same products as its
@@ -112,7 +112,7 @@ class Plan:
         self.absent = (None,) * (len(operands) - self.count)
         # Gradient kernels, and eager's gradients, read the forward's results.
         self.keeps_results = bool(dispatch.gradient_kernels(problem, gpu, kernel)) or (
-            module_of(problem, gpu, kernel) is eager
+            module_of(problem, gpu, kernel) is dispatch.eager
         )
         self.bound: Bounded[tuple[Any, ...], Compute] = Bounded(MAX_LAYOUTS)
         self.apply = _apply_both if options.return_lse else _apply_out

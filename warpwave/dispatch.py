@@ -1,6 +1,6 @@
 """Chooses the kernel of a problem: the first of `KERNELS` that can run it, unless a later one is known to be faster.
 
-A kernel is a module or package of `warpwave.kernels` with
+A kernel is a module or package of `warpwave.kernels`, imported at its first use (kernels/family.py), with
 
     NAME                                       its name: "flash_fwd"
     NEEDS_GPU                                  whether it refuses CPU tensors
@@ -33,29 +33,27 @@ from typing import Any, NamedTuple
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.kernels import (
-    eager,
-    eager_backward_cost,
-    flash_bwd,
-    flash_fwd,
-    large_head_dim,
-    split_kv,
-    three_kernel,
-    torch_sdpa,
-)
-from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
-from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
-from warpwave.kernels.hopper import flash_fwd_fp8 as hopper_flash_fwd_fp8
-from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
-from warpwave.kernels.ladder import naive, tiled
-from warpwave.kernels.three_kernel import backward_cost
+from warpwave.kernels.family import Family
 from warpwave.problem import AttentionProblem, by_kind
+
+split_kv, flash_fwd, large_head_dim = Family("split_kv"), Family("flash_fwd"), Family("large_head_dim")
+three_kernel, torch_sdpa, eager = Family("three_kernel"), Family("torch_sdpa"), Family("eager")
+hopper_flash_fwd = Family("hopper/flash_fwd")
 
 # In order of preference. eager runs everything, except error budgets that it cannot keep. "auto" never takes the
 # kernels after eager: rungs of the ladder (docs/kernels/ladder.md), which allocate all scores.
 KERNELS: tuple[Any, ...] = (
-    *(split_kv, hopper_flash_fwd, hopper_flash_fwd_fp8, flash_fwd, hopper_large_head_dim, large_head_dim),
-    *(three_kernel, torch_sdpa, eager, tiled, naive),
+    split_kv,
+    hopper_flash_fwd,
+    Family("hopper/flash_fwd_fp8"),
+    flash_fwd,
+    Family("hopper/large_head_dim"),
+    large_head_dim,
+    three_kernel,
+    torch_sdpa,
+    eager,
+    Family("tiled", "ladder.tiled"),
+    Family("naive", "ladder.naive"),
 )
 # Gradients from out and the log-sum-exp of any forward kernel, in order of preference. A module of these has NAME,
 # GRADIENTS (of which operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the
@@ -63,12 +61,12 @@ KERNELS: tuple[Any, ...] = (
 #     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
 # It may have cost_of_bias(problem, gpu, config): what the gradient of a bias adds to its cost. A call that names a
 # kernel of OWN_GRADIENTS does not use them.
-GRADIENT_KERNELS: tuple[Any, ...] = (hopper_flash_bwd, flash_bwd)
+GRADIENT_KERNELS: tuple[Any, ...] = (Family("hopper/flash_bwd"), Family("flash_bwd"))
 OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)
 # Kernel name -> what its own gradients cost: NAME, GRADIENTS, why_not, configs, default and cost as above.
 COSTS_OF_OWN_GRADIENTS: dict[str, Any] = {
-    three_kernel.NAME: backward_cost,
-    eager.NAME: eager_backward_cost,
+    three_kernel.NAME: Family("three_kernel backward", "three_kernel.backward_cost"),
+    eager.NAME: Family("eager backward", "eager_backward_cost"),
 }
 # The kernels that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, large_head_dim, eager)

@@ -30,7 +30,6 @@ from warpwave import autograd, dispatch
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.checks import check_apart, check_out, describe_call, is_plain, resized
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import flash_fwd
 from warpwave.options import Options
 from warpwave.problem import AttentionProblem, CachedOperands, QuantizedOperands
 from warpwave.runtime.bounded import Bounded
@@ -284,7 +283,7 @@ class Planner:
         dispatched: whether torch's dispatcher has seen the call and provides its gradients; otherwise plans do.
     """
 
-    portable: Any = flash_fwd  # the GPU kernel whose reasons are logged if no GPU kernel serves
+    portable: Any = dispatch.flash_fwd  # the GPU kernel whose reasons are logged if no GPU kernel serves
 
     def __init__(self, options: Options, kernel: str, config: Any, dispatched: bool = False) -> None:
         self.options, self.kernel, self.config, self.dispatched = options, kernel, config, dispatched

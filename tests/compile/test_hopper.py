@@ -43,7 +43,15 @@ def spill_bound(head_dim: int, feature: str) -> int:
 
 
 FEATURES = ("plain", "causal", "window", "alibi", "packed", "mask", "bias")
-SAMPLE = [(64, "causal"), (128, "plain"), (128, "causal"), (256, "causal"), (80, "packed"), (128, "mask"), (64, "bias")]
+SAMPLE = [
+    (64, "causal"),
+    (128, "plain"),
+    (128, "causal"),
+    (256, "causal"),
+    (80, "packed"),
+    (128, "mask"),
+    (128, "bias"),
+]
 FULL = [(head_dim, feature) for head_dim in (64, 96, 112, 128, 192, 256) for feature in FEATURES]
 
 

@@ -82,8 +82,10 @@ def compile_and_check(points: list[tuple[str, str, int, str]], archs: tuple[str,
         check(*point, arch, facts)
 
 
-def test_sample_compiles_within_limits() -> None:
-    compile_and_check(SAMPLE, ("sm_86", "sm_90", "gfx942"))
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90", "gfx942"])
+def test_sample_compiles_within_limits(arch: str) -> None:
+    """On Hopper all points, elsewhere one of each kernel: in the other architecture, and in less shared memory."""
+    compile_and_check(SAMPLE if arch == "sm_90" else SAMPLE[:2], (arch,))
 
 
 @pytest.mark.full

@@ -24,8 +24,8 @@ SHARED_MEMORY, REGISTERS = "shared memory", "registers"
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_table_is_what_the_target_compiles_to(arch: str) -> None:
-    """The calls are among those of test_targets, so that they are compiled once."""
-    asked = [job(arch, "bfloat16", 128, "causal"), job(arch, "bfloat16", 64, "plain")]
+    """The call is one of those of test_targets, so that it is compiled once."""
+    asked = [job(arch, "bfloat16", 128, "causal")]
     for a_job, facts in zip(asked, compile_all(asked), strict=True):
         problem = _problem(a_job["problem"])
         kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == "flash_fwd")

@@ -81,6 +81,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one kv head": {"num_heads_kv": 1, "num_heads_q": 16, "causal": "bottom_right", "seqlen_q": 3},
 }  # fmt: skip
 SAMPLED_FEATURES = tuple(FEATURES)[:5]
+EVERYTHING = ("everything at once", "everything of a cache, packed")
 # Bytes of local memory a thread may take: about a quarter more than the most seen with Triton 3.7.1 on 2026-11-21. What
 # is not listed takes none.
 SPILL_BOUNDS = {
@@ -179,9 +180,9 @@ def compile_features(arch: str, names: tuple[str, ...]) -> None:
         assert facts["registers"] <= ARCHS[arch][2], what
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_sampled_features_compile(arch: str) -> None:
-    compile_features(arch, SAMPLED_FEATURES)
+@pytest.mark.parametrize(("arch", "names"), [("sm_90", SAMPLED_FEATURES), ("gfx942", EVERYTHING)])
+def test_sampled_features_compile(arch: str, names: tuple[str, ...]) -> None:
+    compile_features(arch, names)
 
 
 @pytest.mark.full
@@ -201,7 +202,7 @@ def test_launches_ahead_wait_for_the_one_before() -> None:
 
 def test_append_compiles() -> None:
     """With new keys, with queries to rotate, with both; packed or not, rows named or not, rotated or not. And into
-    pages of 8 bits, with factors of heads and of tokens."""
+    pages of 8 bits, with factors of heads and of tokens. gfx942 takes both parts at once only."""
     code = (
         "import itertools, torch\n"
         "from warpwave.workbench.inspect.compiled import compile_launch\n"
@@ -210,6 +211,8 @@ def test_append_compiles() -> None:
         "e = lambda *s, d=torch.bfloat16: torch.empty(s, dtype=d, device='meta')\n"
         "i, f = torch.int32, torch.float32\n"
         "for arch, what, packed in itertools.product(('sm_90', 'gfx942'), ('kv', 'q', 'kvq'), (False, True)):\n"
+        "    if arch == 'gfx942' and what != 'kvq':\n"
+        "        continue\n"
         "    lead = (9,) if packed else (2, 1)\n"
         "    kv = e(*lead, 2, 128) if 'k' in what else None\n"
         "    q = e(*lead, 8, 128) if 'q' in what else None\n"
@@ -233,4 +236,4 @@ def test_append_compiles() -> None:
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
-    assert len(run.stdout.splitlines()) == 20, run.stderr[-2000:]
+    assert len(run.stdout.splitlines()) == 16, run.stderr[-2000:]

@@ -11,7 +11,7 @@ import torch
 
 from warpwave import dispatch
 from warpwave.gpu import CPU, Gpu
-from warpwave.kernels import eager, flash_fwd
+from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem, Band, Causal
 from warpwave.workbench.explain.near_misses import as_positional, nearest, positional_band
 
@@ -73,14 +73,14 @@ def test_cpu_tensors_are_told_to_move() -> None:
 )
 def test_paths_of_real_kernels_are_accepted_by_them(options: dict[str, Any]) -> None:
     problem = replace(PLAIN, seqlen_q=3000, seqlen_k=3000, **options)
-    ahead = list(dispatch.KERNELS[: dispatch.KERNELS.index(eager)])
+    ahead = list(dispatch.KERNELS[: dispatch.KERNELS.index(dispatch.eager)])
     found = {path.kernel for path in nearest(problem, SM_90, ahead)}
     able = {"hopper/flash_fwd", "flash_fwd"} & {kernel.NAME for kernel in ahead}
     assert found == ({"hopper/flash_fwd"} if options.get("head_dim") == 300 else able)  # by padding to 304
 
 
 def test_paths_to_kernels_that_auto_would_pass_over_are_not_named() -> None:
-    ahead = list(dispatch.KERNELS[: dispatch.KERNELS.index(eager)])
+    ahead = list(dispatch.KERNELS[: dispatch.KERNELS.index(dispatch.eager)])
     prompt = replace(PLAIN, seqlen_q=3000, seqlen_k=3000, requires_grad=True)
     assert "split_kv" not in {path.kernel for path in nearest(prompt, SM_90, ahead)}
     assert "split_kv" in {path.kernel for path in nearest(replace(prompt, seqlen_q=1), SM_90, ahead)}

@@ -1,0 +1,44 @@
+"""Families are imported by the calls that use them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from warpwave import dispatch
+from warpwave.kernels.family import Family
+
+FAMILIES = (*dispatch.KERNELS, *dispatch.GRADIENT_KERNELS, *dispatch.COSTS_OF_OWN_GRADIENTS.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.NAME))
+def test_its_name_is_that_of_its_module(family: Family) -> None:
+    name = family.NAME
+    assert callable(family.why_not)
+    assert family._module is not None and family._module.NAME == name
+
+
+def test_what_a_family_lacks_is_an_attribute_error() -> None:
+    assert not hasattr(Family("eager"), "outrun")
+    with pytest.raises(AttributeError, match="no attribute 'outrun'"):
+        Family("eager").outrun  # noqa: B018
+
+
+def test_choosing_a_kernel_imports_the_families_before_it() -> None:
+    """Each of the others would take a first call tens of milliseconds."""
+    code = (
+        "import sys\n"
+        "from warpwave import api, dispatch, AttentionProblem, Gpu\n"
+        "problem = AttentionProblem(batch=2, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16,\n"
+        "    head_dim=128, head_dim_v=128, dtype='bfloat16', softmax_scale=0.1)\n"
+        "print(dispatch.choose(problem, Gpu.for_arch('sm_90')).kernel.NAME)\n"
+        "print(*(kernel.NAME for kernel in (*dispatch.KERNELS, *dispatch.GRADIENT_KERNELS) if kernel._module))\n"
+        "print(*(name for name in sys.modules if name.startswith('warpwave.kernels')))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    chosen, families, modules = found.stdout.splitlines()
+    assert chosen == "hopper/flash_fwd"
+    assert families.split() == ["split_kv", "hopper/flash_fwd"]
+    assert not {"warpwave.kernels.three_kernel", "warpwave.kernels.hopper.flash_bwd"} & set(modules.split())
