@@ -49,7 +49,7 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: the factor of a page's first token for all", SPLIT,
-        "(pages * stride_gp + cells * stride_gt + head * stride_gs)", "(pages * stride_gp + head * stride_gs)",
+        "of_pool(descales.v, page, cells, head)", "of_pool(descales.v, page, cells * 0, head)",
         "test_quantized_cache.py::test_decode", "int8 and token and split_kv", "FAIL B2 RMS of out",
     ),
     Mutant(
@@ -59,8 +59,8 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: pieces without the factors of values", SPLIT,
-        'piece_keys\n                    if FACTORS == "head":',
-        'piece_keys\n                    if FACTORS == "none":',
+        'piece_keys\n                    if descales.FACTORS == "head":',
+        'piece_keys\n                    if descales.FACTORS == "none":',
         "test_quantized_cache.py::test_splits", "pieces and int8 and head", "FAIL B2 RMS of out",
     ),
     Mutant(

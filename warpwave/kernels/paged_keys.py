@@ -6,19 +6,19 @@ Kwon et al., "Efficient memory management for large language model serving with 
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import Pages
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit
-def cached_sequence(page_table_ptr, seqused_k_ptr, rows_ptr, batch, stride_table, seqlen_k, num_rows,
-                    HAS_ROWS: tl.constexpr):  # fmt: skip
+def cached_sequence(pages: Pages, batch, seqlen_k):
     """Returns a sequence's row of the page table, and its number of keys, at most `seqlen_k`."""
     row = batch
-    if HAS_ROWS:
-        row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
+    if pages.HAS_ROWS:
+        row = tl.minimum(tl.maximum(tl.load(pages.rows_ptr + batch), 0), pages.num_rows - 1).to(tl.int64)
     # Clamped, so that a length beyond the table reads no page id past its end.
-    used = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)
-    return page_table_ptr + row * stride_table, used
+    used = tl.minimum(tl.maximum(tl.load(pages.seqused_k_ptr + row), 0), seqlen_k)
+    return pages.table_ptr + row * pages.stride_table, used
 
 
 @jit
