@@ -6,7 +6,7 @@ Kwon et al., "Efficient memory management for large language model serving with 
 
 from __future__ import annotations
 
-from warpwave.kernels.groups import Pages
+from warpwave.kernels.groups import DescalesOfPool, Pages
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
@@ -42,3 +42,9 @@ def pages_named(ids, num_pages):
 def pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Returns the pages that hold a tile's keys, [BLOCK_N], or the one page that holds them all."""
     return pages_named(page_ids(page_table_ptr, key_tile, keys, inside, PAGE_SIZE, BLOCK_N), num_pages)
+
+
+@jit
+def factors_of_cells(pool: DescalesOfPool, page, cells, head):
+    """Returns pointers to the factors of cells of a page, of one head."""
+    return pool.ptr + (page * pool.stride_p + cells * pool.stride_t + head * pool.stride_h)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from warpwave.kernels.groups import (
     CacheDescales,
-    DescalesOfPool,
     InUnits,
     Pages,
     Pairs,
@@ -17,7 +16,7 @@ from warpwave.kernels.groups import (
     Splits,
     Window,
 )
-from warpwave.kernels.paged_keys import cached_sequence, page_ids, pages_named
+from warpwave.kernels.paged_keys import cached_sequence, factors_of_cells, page_ids, pages_named
 from warpwave.kernels.partials import await_launch_before_knowing, inverse_sum, join, lse_of, lse_offset
 from warpwave.kernels.primitives import (
     IN_INTERPRETER,
@@ -88,12 +87,6 @@ def _map_tile(map, outer, row, kv_head, ROWS: tl.constexpr, COLUMNS: tl.constexp
     if IN_INTERPRETER:
         tile = tile.to(tl.float32)
     return tile
-
-
-@jit
-def of_pool(group: DescalesOfPool, page, cells, head):
-    """Returns pointers to the factors of cells of a page, of one head."""
-    return group.ptr + (page * group.stride_p + cells * group.stride_t + head * group.stride_h)
 
 
 @jit
@@ -349,7 +342,7 @@ def split_kv_kernel(
                 scores = scores * k_factor[:, None]
             elif descales.FACTORS == "token":
                 head = kv_head + key_heads
-                k_factor = of_pool(descales.k, page, cells, head)
+                k_factor = factors_of_cells(descales.k, page, cells, head)
                 scores = scores * tl.load(k_factor, mask=key_inside, other=0.0)[None, :]
 
             # As in flash_fwd: the scale is part of the softmax's multiply-add if nothing is added or hidden.
@@ -397,7 +390,7 @@ def split_kv_kernel(
             kept = acc * alpha[:, None]
             if descales.FACTORS == "token":
                 # Relative to the largest weight of the row: small factors would make 16-bit weights subnormal.
-                v_factor = of_pool(descales.v, page, cells, head)
+                v_factor = factors_of_cells(descales.v, page, cells, head)
                 weights = p * tl.load(v_factor, mask=key_inside, other=0.0)[None, :]
                 largest = tl.max(weights, 1)
                 largest = tl.where(largest > 0, largest, 1.0)
