@@ -79,6 +79,15 @@ def _store_part(
 
 
 @jit
+def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns accumulators of zeros."""
+    found = ()
+    for _ in tl.static_range(COUNT):
+        found = found + (tl.zeros([ROWS, WIDTH], tl.float32),)
+    return found
+
+
+@jit
 def _times(acc, factor):
     """Returns every accumulator times a factor."""
     found = ()
@@ -365,9 +374,7 @@ def split_kv_kernel(
             q_tile, queries, COLUMNS * dims, stride_qd, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS, IN_WORDS,
             PRECISION, IS_NVIDIA,
         )  # fmt: skip
-    acc = (tl.zeros([BLOCK_M, BLOCK_DV // COLUMNS], tl.float32),)
-    if IN_WORDS:
-        acc = (acc[0], acc[0])
+    acc = _zeros(COLUMNS, BLOCK_M, BLOCK_DV // COLUMNS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     scale_log2 = softmax_scale * LOG2_E
