@@ -235,6 +235,8 @@ def drawn_problem(rng: random.Random) -> AttentionProblem:
         more |= {"packed": True, "total_q": batch * seqlen_q, "total_k": batch * seqlen_k}
     else:
         more |= {"page_size": rng.choice((1, 16, 48, 64, 256)), "batch_invariant": rng.random() < 0.3}
+        if dtype != "float32" and rng.random() < 0.2:
+            more |= {"dtype_kv": rng.choice(("float8_e4m3fn", "int8")), "kv_factors": rng.choice(("head", "token"))}
     if rng.random() < 0.5:
         more["causal"] = Causal(rng.choice(("bottom_right", "top_left")))
     if rng.random() < 0.3:

@@ -80,7 +80,7 @@ def bind_gradients(
             return of_kernel
         eager = dispatch.eager
         config = eager.configs(problem, gpu)[0]
-        if own is not eager:
+        if own.NAME != eager.NAME:
             # eager's gradients compute P and delta from lse and out, which must come from the same products as its
             # scores. Otherwise terms that should cancel leave the other kernel's rounding error times the values.
             results = eager.forward(problem, operands, config)

@@ -319,7 +319,7 @@ def choose(
     if serving.num_splits is not None and config is not None:
         raise InvalidInput("num_splits was given with a config, which has its own num_splits")
     choice = dispatch.choose(problem, gpu, kernel, config)
-    if choice.kernel is split_kv and problem.batch_invariant and not choice.config.pieces:
+    if choice.kernel.NAME == split_kv.NAME and problem.batch_invariant and not choice.config.pieces:
         raise InvalidInput("batch_invariant=True needs a config with pieces: equal splits depend on the batch")
     if serving.num_splits is not None and hasattr(choice.config, "num_splits"):
         return choice._replace(config=replace(choice.config, num_splits=serving.num_splits), config_source="given")

@@ -94,7 +94,7 @@ def why_not(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
 def _refused_dtype(kernel: Any, problem: AttentionProblem) -> list[str]:
     """Returns the reason that many kernels share: all but `eager` refuse float64, kernels without `QUANTIZED` refuse
     quantized q and k, and kernels without `QUANTIZED_CACHE` refuse 8-bit caches."""
-    if problem.dtype == "float64" and kernel is not eager:
+    if problem.dtype == "float64" and kernel.NAME != eager.NAME:
         return ["dtype is float64, which eager alone computes"]
     if problem.is_quantized and not getattr(kernel, "QUANTIZED", False):
         able = [module.NAME for module in KERNELS if getattr(module, "QUANTIZED", False)]

@@ -26,7 +26,7 @@ from warpwave.workbench.model.predict import predict
 from warpwave.workbench.model.roofline import data_sheet_rates, measured_rates, product_path
 from warpwave.workbench.model.steps import path_of
 
-RECORDS = sorted((Path(__file__).parents[3] / "benchmarks" / "records").glob("2026-11-23-h200-float8-transposed*.json"))
+RECORDS = sorted((Path(__file__).parents[3] / "benchmarks" / "records").glob("2026-11-23-h200-float8-rows.json"))
 PLAIN: dict[str, Any] = {
     "batch": 1, "seqlen_q": 4096, "seqlen_k": 4096, "num_heads_q": 8, "num_heads_kv": 8, "head_dim": 128,
     "head_dim_v": 128, "softmax_scale": 128**-0.5,
@@ -64,9 +64,9 @@ def test_recorded_times_lie_in_the_error_bar() -> None:
         p, time_us = predict(call, flash_fwd_fp8, config, gpu), statistics.median(point[point["default"]]["us"])
         assert p is not None and p.low_us <= time_us <= p.high_us
         ratios.append(time_us / p.time_us)
-    assert len(ratios) == 7
+    assert len(ratios) == 13
     # docs/workbench/model.md states both.
-    assert (round(min(ratios), 1), round(max(ratios), 1)) == (1.1, 1.2)
+    assert (round(min(ratios), 1), round(max(ratios), 1)) == (1.2, 1.4)
 
 
 @pytest.mark.parametrize(
