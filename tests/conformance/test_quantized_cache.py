@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.harness import DEVICE, GPU, ON_GPU, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_paged import FEATURES, MASKS, MIXED, PAGE_SIZES, SEVERAL, SPLITS, check
-from warpwave import UnsupportedProblem, dispatch
+from warpwave import CacheLayer, UnsupportedProblem, attention_with_kv_cache, dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons, split_kv
 from warpwave.problem import AttentionProblem
@@ -86,6 +87,24 @@ def test_tokens_whose_factors_differ_by_powers_of_ten(cache: str, reader: str) -
     scale = 10.0 ** -(torch.arange(call.operands.v_descale.shape[1], device=DEVICE) % 4 + 3)
     o = call.operands._replace(v_descale=call.operands.v_descale * scale[:, None])
     judge(reader, call._replace(operands=o))
+
+
+@each_reader
+@each_cache
+def test_a_key_far_above_all_others_leaves_their_values(cache: str, reader: str) -> None:
+    """As attention sinks do: its probability is 1 and its value 0, and those of the others are 2^-28."""
+    dtype, kind = cache.split(":")
+    n, shape = 200, (16, 16, 2, 32)
+    k, v = (torch.zeros(shape, device=DEVICE) for _ in range(2))
+    k[0, 0], v[:] = 4, 1
+    v[0, 0] = 0
+    factor = torch.ones(shape[:3] if kind == "token" else shape[2:3], device=DEVICE)
+    table = torch.arange(16, dtype=torch.int32, device=DEVICE)[None]
+    used = torch.tensor([n], dtype=torch.int32, device=DEVICE)
+    layer = CacheLayer(*(x.to(getattr(torch, dtype)) for x in (k, v)), table, used, factor, factor)
+    q = torch.ones(1, 1, 2, 32, dtype=torch.bfloat16, device=DEVICE)
+    out = attention_with_kv_cache(q, layer, kernel=reader, softmax_scale=28 * math.log(2) / 128)
+    torch.testing.assert_close(out.float(), torch.full_like(out, (n - 1) * 2.0**-28).float(), rtol=2e-2, atol=0)
 
 
 @each_reader

@@ -10,7 +10,7 @@ from typing import Any
 class Family:
     """Stands for the module of a kernel family: every attribute but `NAME` imports the module.
 
-    To import all families takes 0.3 s, most of which Triton spends on the sources of device functions. A call uses two
+    Importing all families takes 0.3 s, most of which Triton spends on the sources of device functions. A call uses two
     or three families.
 
     Args:

@@ -271,18 +271,18 @@ def in_float16(x, IS_NVIDIA: tl.constexpr):
 
 @jit
 def scaled_to_float16(parts):
-    """Returns the parts of rows divided by a power of two so that the largest number of each row is 1 to 2, as float16,
-    and the powers, float32. Numbers below 2^-14 of the largest lose bits. An infinity stays one."""
+    """Returns the parts of rows divided by a power of two so that the largest number of each row is 2^13 to 2^14, as
+    float16, and the powers, float32. Numbers below 2^-28 of the largest lose bits. An infinity stays one."""
     largest = tl.max(tl.abs(parts[0].to(tl.float32)), 1)
     for i in tl.static_range(1, len(parts)):
         largest = tl.maximum(largest, tl.max(tl.abs(parts[i].to(tl.float32)), 1))
     power = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    power = tl.minimum(tl.maximum(power, 0x00800000), 0x7E800000)  # 2^-126 to 2^126
-    inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)[:, None]
+    power = tl.minimum(tl.maximum(power, 0x0D800000), 0x7E800000)  # 2^-100 to 2^126
+    inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)[:, None] * 2.0**13
     scaled = ()
     for i in tl.static_range(len(parts)):
         scaled = scaled + (in_float16(parts[i].to(tl.float32) * inverse, False),)
-    return scaled, power.to(tl.float32, bitcast=True)
+    return scaled, power.to(tl.float32, bitcast=True) * 2.0**-13
 
 
 @jit

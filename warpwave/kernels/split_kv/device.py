@@ -30,6 +30,9 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
+# Of the largest weight of an 8-bit value, whose weights are float16: it keeps all bits of weights down to 2^-29 of it.
+# Keys far above all others, with values near 0, are common: attention sinks.
+WEIGHT = tl.constexpr(2.0**15)
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
 UNSPECIALISED = [
     *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
@@ -110,8 +113,8 @@ def _load_queries(
     pointers, queries, dims, stride_qd, seqlen_q, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr, IN_WORDS: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the queries as an operand, for words its even and its odd columns, and what the rows are to be multiplied
-    by: powers of two on a cache of 8-bit numbers."""
+    """Returns the queries as operands, with IN_WORDS the even columns and then the odd ones, and the factor of each
+    row: a power of two on a cache of 8-bit numbers, else 1."""
     q = load_tile(pointers, queries, dims, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
     if FACTORS == "":
         return operand(q, PRECISION, IS_NVIDIA), 1.0
@@ -385,7 +388,7 @@ def split_kv_kernel(
     columns = tl.arange(0, BLOCK_N)
     if FACTORS == "head":
         k_factor = tl.load(k_descale_ptr + kv_head * stride_fs)
-        v_factor = tl.load(v_descale_ptr + kv_head * stride_gs)
+        v_factor = tl.load(v_descale_ptr + kv_head * stride_gs) / WEIGHT
 
     # One loop body, three sections with tensor maps: a first tile that begins with hidden keys, tiles loaded by maps,
     # and a last tile that is followed by another sequence's keys. A map masks nothing: it fills with zeros past the
@@ -521,11 +524,11 @@ def split_kv_kernel(
                 # Relative to the largest weight of the row: small factors would make 16-bit weights subnormal.
                 factors = v_descale_ptr + (pages * stride_gp + cells * stride_gt + kv_head * stride_gs)
                 weights = p * tl.load(factors, mask=key_inside, other=0.0)[None, :]
-                largest = tl.maximum(tl.max(weights, 1), 2.0**-120)
-                p = (weights * (1.0 / largest)[:, None]).to(v[0].dtype)
-                acc = _with_values(p, v, kept, largest[:, None])
+                largest = tl.maximum(tl.max(weights, 1), 2.0**-100)
+                p = (weights * (1.0 / largest * WEIGHT)[:, None]).to(v[0].dtype)
+                acc = _with_values(p, v, kept, (largest / WEIGHT)[:, None])
             elif FACTORS == "head":
-                p = p.to(v[0].dtype)
+                p = (p * WEIGHT).to(v[0].dtype)
                 acc = _with_values(p, v, kept, None)
             else:
                 p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)

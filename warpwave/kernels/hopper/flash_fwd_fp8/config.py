@@ -126,8 +126,9 @@ class Call:
 VARIANTS = "2026-11-23-h200-float8-variants.log"
 TILES = "2026-11-23-h200-float8-tiles-64.json"
 
-# The figures are ratios of time on an H200 at 4 x 4096, before V was transposed by a launch. All rows have 4 stages,
-# which are 1 to 5 % faster than 3 (2026-11-23-h200-float8-transposed-64.json and -stages.json).
+# The figures are ratios of time on an H200, at 4 x 4096 and before V was transposed by a launch unless a row names
+# other calls; those had 3 stages. All rows have 4 stages, which are 1 to 5 % faster than 3
+# (2026-11-23-h200-float8-transposed-64.json and -stages.json).
 RULES: tuple[Rule[Config], ...] = (
     Rule(
         "uneven blocks of 128 queries, and head_dim above 128 or a factor for each 64 keys",

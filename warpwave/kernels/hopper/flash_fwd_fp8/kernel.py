@@ -2,7 +2,7 @@
 
 A block is one producer warp and one to three consumer warpgroups of 64 queries each, as in `flash_fwd`. 8-bit wgmma
 reads both operands along the summed axis, so a preceding launch writes V transposed (prepass/transpose_values.py).
-Probabilities are multiplied by 2^6 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product
+Probabilities are multiplied by 2^8 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product
 with V covers more than 128 keys; its sum is added in float32 (products.py), where the factor of V also goes
 (factors.py).
 
