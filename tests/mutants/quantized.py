@@ -9,17 +9,17 @@ DESCALES = "kernels/descales.py"
 QUANTIZED = [
     Mutant(
         "quantized: the first block's factor for all keys", FLASH,
-        "tl.load(k_descale_ptr + key_tile // K_BLOCK * stride_k_descale_n)", "tl.load(k_descale_ptr)",
+        "tl.load(k_descale_ptr + key_tile // descales.K_BLOCK * descales.k.stride_n)", "tl.load(k_descale_ptr)",
         "test_quantized.py::test_each_block_has_its_own_factor", "int8 and flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
         "quantized: the first block's factor for all values", FLASH,
-        "tl.load(v_descale_ptr + key_tile // V_BLOCK * stride_v_descale_n)", "tl.load(v_descale_ptr)",
+        "tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)", "tl.load(v_descale_ptr)",
         "test_quantized.py::test_each_block_has_its_own_factor", "float8 and flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
         "quantized: another head's factor of q", FLASH,
-        "member * stride_q_descale_h", "member * stride_q_descale_g",
+        "member * of_q.stride_h", "member * of_q.stride_g",
         "test_quantized.py::test_one_factor_of_q_for_a_group_of_heads", "int8 and flash_fwd", "assert ",
     ),
     Mutant(
@@ -29,7 +29,7 @@ QUANTIZED = [
     ),
     Mutant(
         "quantized: the scale of float8 probabilities stays in out", FLASH,
-        "out = out * (1.0 / P_SCALE)", "out = out * 1.0",
+        "out = out * (1.0 / descales.P_SCALE)", "out = out * 1.0",
         "test_quantized.py::test_plain_calls", "normal and e4m3fn:128 and flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
