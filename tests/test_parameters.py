@@ -30,6 +30,7 @@ def source(x: Lines, rules: Rules, sinks_ptr, length, units, BLOCK: tl.constexpr
     ...
 
 
+ONE = Specialized(1)
 UNITS = 4  # the place of an argument that Triton must not specialize
 KERNEL = SimpleNamespace(
     __name__="source", fn=source, params=[SimpleNamespace(do_not_specialize=i == UNITS) for i in range(6)]
@@ -60,7 +61,7 @@ def test_values_go_where_the_source_has_them(kernel: Any) -> None:
     tensors, scalars = ["x", "bias", "sinks"], [8, 1, 16, 1, 0.5, 100, 7]
     values = parameters.in_order(kernel, tensors, scalars, CONSTANTS)
     x, rules, sinks, length, units, block = parameters.grouped(kernel, values)
-    assert (x, rules.bias, rules.cap) == (Lines("x", 8, 1), Lines("bias", 16, 1), 0.5)
+    assert (x, rules.bias, rules.cap) == (Lines("x", 8, ONE), Lines("bias", 16, ONE), 0.5)
     assert isinstance(rules.HAS_BIAS, tl.constexpr) and rules.HAS_BIAS.value is True
     assert (sinks, length, units, block) == ("sinks", 100, 7, 64)
     assert list(parameters.flat((x, rules, sinks, length, units, block))) == values

@@ -34,7 +34,7 @@ NAMED = [
     ),
     Mutant(
         "strides of k used for v", FLASH,
-        "kv_head * v_tensor.stride_h", "kv_head * k_tensor.stride_h",
+        "v_tensor.stride_b + kv_head * v_tensor.stride_h", "v_tensor.stride_b + kv_head * k_tensor.stride_h",
         "test_pairs.py::test_layouts_equal_contiguous", "differ-False-True-flash_fwd", "bits(",
     ),
     Mutant(  # unsigned, for the negative offset of a signed one ends the process instead of the test
