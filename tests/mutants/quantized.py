@@ -44,7 +44,7 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: the factor of a page's first token for all", SPLIT,
-        "(pages * stride_gp + cells * stride_gt + kv_head * stride_gs)", "(pages * stride_gp + kv_head * stride_gs)",
+        "factors_of_cells(descales.v, page, cells, kv_head)", "factors_of_cells(descales.v, page, cells * 0, kv_head)",
         "test_quantized_cache.py::test_decode", "int8 and token and split_kv", "FAIL B2 RMS of out",
     ),
     Mutant(
@@ -54,8 +54,8 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: pieces without the factors of values", SPLIT,
-        'piece_keys\n                    if FACTORS == "head":',
-        'piece_keys\n                    if FACTORS == "none":',
+        'piece_keys\n                    if descales.FACTORS == "head":',
+        'piece_keys\n                    if descales.FACTORS == "none":',
         "test_quantized_cache.py::test_splits", "pieces and int8 and head", "FAIL B2 RMS of out",
     ),
     Mutant(

@@ -94,6 +94,44 @@ class Window(NamedTuple):
     TOP_LEFT: tl.constexpr
 
 
+class Splits(NamedTuple):
+    """Into how many parts the keys are split, and where each stores its partial result (partials.py)."""
+
+    acc_ptr: Pointer
+    state_ptr: Pointer
+    num_splits: int
+
+
+class Pages(NamedTuple):
+    """How sequences lie in a pool of pages: each has a row of the table, which `rows` numbers if it is there."""
+
+    table_ptr: Pointer
+    seqused_k_ptr: Pointer
+    rows_ptr: Pointer
+    stride_table: int
+    num_pages: int
+    num_rows: int
+    PAGE_SIZE: tl.constexpr
+    HAS_ROWS: tl.constexpr
+
+
+class DescalesOfPool(NamedTuple):
+    """Factors of a pool of 8-bit keys or values: of a page, a token in it, and a kv head. Shared ones have stride 0."""
+
+    ptr: Pointer
+    stride_p: int
+    stride_t: int
+    stride_h: int
+
+
+class CacheDescales(NamedTuple):
+    """Factors of pools of 8-bit numbers, and what shares one: "head", "token", or "" without factors."""
+
+    k: DescalesOfPool
+    v: DescalesOfPool
+    FACTORS: tl.constexpr
+
+
 class Dropout(NamedTuple):
     """Which probabilities are dropped (dropout.py)."""
 
