@@ -26,8 +26,8 @@ class Tokens(NamedTuple):
 
 
 class InUnits(NamedTuple):
-    """A tensor of tokens whose strides of batch items, tokens and heads count units of STRIDE_UNIT elements, which
-    `primitives.in_elements` converts.
+    """A tensor of tokens, or a pool of pages, whose strides of batch items (pages), tokens and heads count units of
+    STRIDE_UNIT elements, which `primitives.in_elements` converts; single elements where a kernel has no unit.
 
     The compiler recognizes only multiples of 16, and the units show it that rows of 40 or 80 elements are 16-byte
     aligned. Otherwise they are read one element at a time.
