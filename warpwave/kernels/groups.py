@@ -1,9 +1,9 @@
 """What kernels take as one argument: a tensor with its strides, the rules of scores, sequences, window, dropout.
 
-Every family uses the same groups under the same names, and passes them on whole to its device functions. A field of
-type `int` serves every value with one compiled kernel; for one of type `Specialized` Triton compiles anew
-(runtime/parameters.py). In a kernel, a group is a tuple whose fields cannot be assigned. A device function returns no
-group with constants or absent pointers: Triton makes run-time values of what is returned.
+The families in Triton, except the ladder, use the same groups under the same names. One compiled kernel serves every
+value of a field of type `int`; for one of type `Specialized` Triton compiles anew (runtime/parameters.py). In a kernel,
+a group is a tuple whose fields cannot be assigned. A device function returns no group with constants or absent
+pointers: Triton makes run-time values of what is returned.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Family:
             driver.start_call(),
         )
 
-    def _taken(self, sizes: Sizes, arguments: Sequence[torch.Tensor | None]) -> list[Any]:
+    def _arguments(self, sizes: Sizes, arguments: Sequence[torch.Tensor | None]) -> list[Any]:
         """Returns what the kernel takes by Triton's own calls."""
         _, scalars, maps = sizes
         given = self._given.copy()
@@ -190,11 +190,11 @@ class Family:
         with torch.cuda.device(self._device.index):
             driver.attach(self._device.index)
             # Not `kernel[grid]`, which would compile anew for integers in tuples (parameters.py).
-            self._variant.compiled[(sizes[0], 1, 1)](*self._taken(sizes, arguments))
+            self._variant.compiled[(sizes[0], 1, 1)](*self._arguments(sizes, arguments))
 
     def _in_interpreter(self, sizes: Sizes, *arguments: torch.Tensor | None) -> None:
         with _interpreter:
-            self._kernel[(sizes[0],)](*self._taken(sizes, arguments), **self._options)
+            self._kernel[(sizes[0],)](*self._arguments(sizes, arguments), **self._options)
 
 
 def _number(take: Take) -> int | None:
