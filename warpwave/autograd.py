@@ -112,7 +112,7 @@ class Plan:
         self.absent = (None,) * (len(operands) - self.count)
         # Gradient kernels, and eager's gradients, read the forward's results.
         self.keeps_results = bool(dispatch.gradient_kernels(problem, gpu, kernel)) or (
-            module_of(problem, gpu, kernel) is dispatch.eager
+            module_of(problem, gpu, kernel).NAME == dispatch.eager.NAME
         )
         self.bound: Bounded[tuple[Any, ...], Compute] = Bounded(MAX_LAYOUTS)
         self.apply = _apply_both if options.return_lse else _apply_out

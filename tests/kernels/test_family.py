@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import subprocess
 import sys
 
@@ -24,6 +26,15 @@ def test_what_a_family_lacks_is_an_attribute_error() -> None:
     assert not hasattr(Family("eager"), "outrun")
     with pytest.raises(AttributeError, match="no attribute 'outrun'"):
         Family("eager").outrun  # noqa: B018
+
+
+def test_inspecting_a_family_does_not_import_it() -> None:
+    family = Family("no such module")
+    assert not hasattr(family, "__wrapped__")
+    assert inspect.unwrap(family) is family  # type: ignore[arg-type]
+    assert copy.copy(family).NAME == "no such module"
+    with pytest.raises(ModuleNotFoundError):
+        family.why_not  # noqa: B018
 
 
 def test_choosing_a_kernel_imports_the_families_before_it() -> None:

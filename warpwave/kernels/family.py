@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Family:
-    """Stands for the module of a kernel family: every attribute but `NAME` imports the module.
+    """Stands for the module of a kernel family: every public attribute but `NAME` imports the module.
 
     Importing all families takes 0.3 s, most of which Triton spends on the sources of device functions. A call uses two
     or three families.
@@ -24,10 +24,11 @@ class Family:
         self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> Any:
-        if self._module is None:
-            self._module = importlib.import_module(f".{self._place}", __package__)
-            self.__dict__.update(vars(self._module))  # so that later uses do not come here
-        return getattr(self._module, attribute)
+        if attribute.startswith("_"):  # what inspection asks of any object imports nothing
+            raise AttributeError(f"{self!r} has no attribute {attribute!r}")
+        self._module = importlib.import_module(f".{self._place}", __package__)
+        found = self.__dict__[attribute] = getattr(self._module, attribute)  # later uses do not come here
+        return found
 
     def __repr__(self) -> str:
         return f"Family({self.NAME!r})"
