@@ -1,4 +1,4 @@
-"""Kernels that take several parameters as one argument: which value goes where, and what Triton compiles anew for."""
+"""Groups of parameters: the value of each parameter, and the values that Triton specializes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_value_too_many_is_an_error(kernel: Any) -> None:
 
 @pytest.mark.parametrize("other", [1, 8, 16, 2**31 - 1])
 def test_a_length_is_not_what_is_compiled_for(kernel: Any, other: int) -> None:
-    """Triton would compile anew for 1 and for multiples of 16, `do_not_specialize` or not: it is inside a tuple."""
+    """Triton would compile again for 1 and for multiples of 16, for `do_not_specialize` does not apply in tuples."""
 
     def compiled(stride_m: int, stride_d: int) -> list[Any]:
         scalars = [stride_m, stride_d, 16, 1, 0.5, 100, 7]

@@ -1,4 +1,4 @@
-"""That the launcher compiles a kernel once for all lengths, by Triton's own call, and what `inspect` compiles."""
+"""The launcher compiles a kernel once for all lengths, by Triton's own call, and to the code that `inspect` shows."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def spec(seqlen, device):
     out = torch.empty_like(given.q)
     return flash_fwd.specify(problem, Gpu.for_arch("sm_90"), given, out, None, flash_fwd.Config(64, 64, 4, 1))
 found = [launch._compile(spec(seqlen, "cpu")) for seqlen in (1, 16, 33, 48, 1000)]
-assert len({id(one) for one in found}) == 1, "a length compiles anew"
+assert len({id(one) for one in found}) == 1, "another length compiles again"
 inspected = compiled._compile(spec(33, "meta"), Gpu.for_arch("sm_90"))
-assert found[0].asm["ptx"] == inspected.asm["ptx"], "inspect shows other code than the launcher starts"
+assert found[0].asm["ptx"] == inspected.asm["ptx"], "inspect shows other code than the launcher launches"
 print("compiled once")
 """
 

@@ -1,9 +1,10 @@
-"""What kernels take as one argument: a tensor with its strides, the rules of scores, sequences, window, dropout.
+"""Groups of parameters that a kernel takes as one argument: a tensor with its strides, score rules, sequences, window,
+dropout.
 
 The families in Triton, except the ladder, use the same groups under the same names. One compiled kernel serves every
-value of a field of type `int`; for one of type `Specialized` Triton compiles anew (runtime/parameters.py). In a kernel,
-a group is a tuple whose fields cannot be assigned. A device function returns no group with constants or absent
-pointers: Triton makes run-time values of what is returned.
+value of a field of type `int`; Triton specializes a field of type `Specialized` (runtime/parameters.py). A kernel
+cannot assign to a field. A device function must not return a group with constants or absent pointers, because Triton
+turns returned values into run-time values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from warpwave.runtime.triton_or_stub import tl
 
 
 class Tokens(NamedTuple):
-    """A tensor of tokens, as q, k, v, out and their gradients, with its strides: of batch items, tokens, heads and
+    """A tensor of tokens (q, k, v, out, their gradients), with the strides of batch items, tokens, heads and
     elements."""
 
     ptr: Pointer
@@ -27,10 +28,10 @@ class Tokens(NamedTuple):
 
 class InUnits(NamedTuple):
     """A tensor of tokens, or a pool of pages, whose strides of batch items (pages), tokens and heads count units of
-    STRIDE_UNIT elements, which `primitives.in_elements` converts; single elements where a kernel has no unit.
+    STRIDE_UNIT elements, which `primitives.in_elements` converts, or single elements in a kernel without a unit.
 
-    The compiler recognizes only multiples of 16, and the units show it that rows of 40 or 80 elements are 16-byte
-    aligned. Otherwise they are read one element at a time.
+    The compiler recognizes only multiples of 16. With the units it also recognizes that rows of 40 or 80 elements are
+    16-byte aligned; otherwise it would read them one element at a time.
     """
 
     ptr: Pointer
@@ -41,7 +42,7 @@ class InUnits(NamedTuple):
 
 
 class OfHeads(NamedTuple):
-    """What each head has, as lse (a number for each query, adjacent in memory) and ALiBi's slopes."""
+    """A tensor with data of each head: lse (one number a query, adjacent in memory), ALiBi's slopes."""
 
     ptr: Pointer
     stride_b: int
@@ -49,7 +50,7 @@ class OfHeads(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A tensor of pairs of a query and a key, as mask and bias. Strides are 0 along broadcast axes."""
+    """A tensor with an element for each query and key: mask, bias. Strides are 0 along broadcast axes."""
 
     ptr: Pointer
     stride_b: int
@@ -59,7 +60,7 @@ class Pairs(NamedTuple):
 
 
 class ScoreRules(NamedTuple):
-    """What happens to scores after the product."""
+    """The operations on scores after the product."""
 
     mask: Pairs
     bias: Pairs
@@ -73,7 +74,7 @@ class ScoreRules(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Lengths of a batch. If sequences are packed, `cu_seqlens` states where they begin; lengths are the longest."""
+    """Lengths of a batch. If sequences are packed, `cu_seqlens` states their offsets, and lengths are the longest."""
 
     cu_seqlens_q_ptr: Pointer
     cu_seqlens_k_ptr: Pointer
@@ -85,7 +86,7 @@ class Sequences(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Which keys a query sees by position (`arguments.window`), and which edges that band has."""
+    """The band of keys that a query sees by position (`arguments.window`), and the edges that it has."""
 
     left: int
     right: int
@@ -95,7 +96,7 @@ class Window(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Into how many parts the keys are split, and where each stores its partial result (partials.py)."""
+    """The number of splits of the keys, and the buffers of their partial results (partials.py)."""
 
     acc_ptr: Pointer
     state_ptr: Pointer
@@ -103,7 +104,7 @@ class Splits(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """How sequences lie in a pool of pages: each has a row of the table, which `rows` numbers if it is there."""
+    """The pages of sequences in a pool. Each sequence has a row of the table, row `rows[batch]` if `rows` is given."""
 
     table_ptr: Pointer
     seqused_k_ptr: Pointer
@@ -116,7 +117,7 @@ class Pages(NamedTuple):
 
 
 class DescalesOfPool(NamedTuple):
-    """Factors of a pool of 8-bit keys or values: of a page, a token in it, and a kv head. Shared ones have stride 0."""
+    """Factors of a pool of 8-bit keys or values, by page, token in it, and kv head. A shared axis has stride 0."""
 
     ptr: Pointer
     stride_p: int
@@ -125,7 +126,7 @@ class DescalesOfPool(NamedTuple):
 
 
 class CacheDescales(NamedTuple):
-    """Factors of pools of 8-bit numbers, and what shares one: "head", "token", or "" without factors."""
+    """Factors of pools of 8-bit numbers. FACTORS states what has one: "head", "token", or "" without factors."""
 
     k: DescalesOfPool
     v: DescalesOfPool
@@ -133,7 +134,7 @@ class CacheDescales(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Which probabilities are dropped (dropout.py)."""
+    """Parameters of dropout of probabilities (dropout.py)."""
 
     seed_ptr: Pointer
     threshold: int
@@ -142,7 +143,7 @@ class Dropout(NamedTuple):
 
 
 class DescalesOfQ(NamedTuple):
-    """Factors of q: of a batch item, a kv head, a query head of its group, and a block of tokens."""
+    """Factors of q, by batch item, kv head, query head of its group, and block of tokens."""
 
     ptr: Pointer
     stride_b: int
@@ -152,7 +153,7 @@ class DescalesOfQ(NamedTuple):
 
 
 class DescalesOfKeys(NamedTuple):
-    """Factors of k or v: of a batch item, a kv head, and a block of tokens."""
+    """Factors of k or v, by batch item, kv head, and block of tokens."""
 
     ptr: Pointer
     stride_b: int
@@ -161,7 +162,7 @@ class DescalesOfKeys(NamedTuple):
 
 
 class Descales(NamedTuple):
-    """Factors of quantized operands, tokens of the blocks that share one, and how probabilities and out are scaled."""
+    """Factors of quantized operands, the tokens of a block that shares one, and the scales of probabilities and out."""
 
     q: DescalesOfQ
     k: DescalesOfKeys

@@ -189,7 +189,7 @@ class Family:
     def _elsewhere(self, sizes: Sizes, *arguments: torch.Tensor | None) -> None:
         with torch.cuda.device(self._device.index):
             driver.attach(self._device.index)
-            # Not `kernel[grid]`, which would compile anew for integers in tuples (parameters.py).
+            # Not `kernel[grid]`, which would compile again for integers in tuples (parameters.py).
             self._variant.compiled[(sizes[0], 1, 1)](*self._arguments(sizes, arguments))
 
     def _in_interpreter(self, sizes: Sizes, *arguments: torch.Tensor | None) -> None:

@@ -1,13 +1,13 @@
-"""A kernel's parameters one by one, also where the kernel takes several as one argument.
+"""The parameters of a kernel one by one, also if it takes several as one argument.
 
-A kernel takes what belongs together as one argument, a `typing.NamedTuple` of pointers, numbers, compile-time constants
-or further tuples; its fields are parameters of the compiled kernel like any other. A launch keeps their values in three
-flat lists (`Launch.tensors`, `scalars`, `constants`), so that a new length replaces one list and groups nothing anew.
-This module states which parameter takes which value.
+A kernel may take several parameters as one argument, a group: a `typing.NamedTuple` of pointers, numbers, compile-time
+constants or further groups. Each field is a parameter of the compiled kernel. A launch keeps the values in three flat
+lists (`Launch.tensors`, `scalars`, `constants`), so a new length replaces one list and builds no groups. This module
+assigns the values to the parameters.
 
-Triton specializes every integer of a tuple, for `do_not_specialize` names whole arguments and does not reach inside:
-each new length could compile another variant. The launcher therefore compiles with other integers in their place
-(`unspecialized`), and starts what it compiled itself.
+Triton specializes every integer of a tuple, because `do_not_specialize` applies to whole arguments only. Each new
+length could therefore compile another variant. The launcher instead compiles with other integers in their place
+(`unspecialized`), and launches the compiled kernel directly.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NewType, get_type_hints
 
 from warpwave.runtime.triton_or_stub import tl
 
-Pointer = Any  # annotates an address: a tensor, or None where it is absent
-# Annotates an integer of a tuple for which Triton compiles anew where it is 1 or a multiple of 16.
+Pointer = Any  # annotates an address: a tensor, or None if it is absent
+# Annotates an integer of a group that Triton specializes for 1 and for multiples of 16.
 Specialized = NewType("Specialized", int)
 ANY_INTEGER, ANY_LONG = 3, 2**32 + 3  # integers of 32 and of 64 bits that Triton does not specialize
 _ADDRESS = re.compile(r"(^|_)(ptr|map)(_\d)?$")
@@ -31,10 +31,10 @@ class Parameter(NamedTuple):
     """One parameter of a kernel.
 
     Attributes:
-        name: of the argument, or of the field of a tuple.
-        path: the argument's place, then the places in the tuples inside of it.
-        kind: "tensor" if the name ends in ptr or map, "constant" if the compiler takes its value, else "scalar".
-        specialized: whether Triton compiles anew where it is 1 or a multiple of 16, if it is an integer.
+        name: of the argument, or of the field of a group.
+        path: the index of the argument, then the indices in the nested groups.
+        kind: "constant" for a compile-time constant, "tensor" if the name ends in ptr or map, else "scalar".
+        specialized: whether Triton specializes an integer for 1 and for multiples of 16.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Parameter(NamedTuple):
 def parameters(kernel: Any) -> tuple[Parameter, ...]:
     """Returns all parameters of a kernel, in the order of its source."""
     found: list[Parameter] = []
-    of_triton = getattr(kernel, "params", ())  # the interpreter, which specializes nothing, has none
+    of_triton = getattr(kernel, "params", ())  # the interpreter has none, and specializes nothing
     for place, (name, annotation) in enumerate(_arguments(kernel)):
         specialized = bool(of_triton) and not of_triton[place].do_not_specialize
         found += _inside(name, (place,), annotation, specialized)
@@ -63,7 +63,7 @@ def _arguments(kernel: Any) -> tuple[tuple[str, Any], ...]:
 
 @cache
 def _fields(group: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns name and annotation of each field of a tuple."""
+    """Returns name and annotation of each field of a group."""
     return tuple(get_type_hints(group).items())
 
 
@@ -81,8 +81,8 @@ def _inside(name: str, path: tuple[int, ...], annotation: Any, specialized: bool
 
 
 def in_order(kernel: Any, tensors: Sequence[Any], scalars: Sequence[Any], constants: Mapping[str, Any]) -> list[Any]:
-    """Returns the value of each parameter, in the order of the kernel's source. A constant in a tuple is a
-    `tl.constexpr`, because Triton would take a bare number for a run-time one."""
+    """Returns the value of each parameter, in the order of the kernel's source. A constant of a group is a
+    `tl.constexpr`, because Triton would treat a plain number as a run-time value."""
     given = {"tensor": iter(tensors), "scalar": iter(scalars)}
     values: list[Any] = []
     for parameter in parameters(kernel):
@@ -97,7 +97,8 @@ def in_order(kernel: Any, tensors: Sequence[Any], scalars: Sequence[Any], consta
 
 
 def unspecialized(kernel: Any, values: Iterable[Any]) -> list[Any]:
-    """Returns values for which Triton compiles what serves the given ones and all that need the same code."""
+    """Returns values to compile with: each integer that must not be specialized is replaced by one of its width that
+    Triton does not specialize."""
     found = []
     for parameter, value in zip(parameters(kernel), values, strict=True):
         free = value.__class__ is int and parameter.kind == "scalar" and not parameter.specialized
@@ -106,7 +107,7 @@ def unspecialized(kernel: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def grouped(kernel: Any, values: Iterable[Any]) -> list[Any]:
-    """Returns the kernel's arguments, made of a value for each parameter."""
+    """Returns the kernel's arguments, built from one value for each parameter."""
     left = iter(values)
     return [_made(annotation, left) for _, annotation in _arguments(kernel)]
 
@@ -118,7 +119,7 @@ def _made(annotation: Any, left: Iterator[Any]) -> Any:
 
 
 def flat(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Yields what is in arguments and in the tuples among them."""
+    """Yields the arguments, with tuples replaced by their elements."""
     for argument in arguments:
         if isinstance(argument, tuple):
             yield from flat(argument)
@@ -129,9 +130,9 @@ def flat(arguments: Iterable[Any]) -> Iterator[Any]:
 @cache
 def arranger(kernel: Any) -> Callable[..., Callable[..., tuple[Any, ...]]]:
     """Returns `make(*scalars)`, which returns `arrange(*tensors)`, which returns a kernel's arguments as Triton's
-    launcher takes them: plain tuples in place of named ones, and None for the constants, which it ignores.
+    launcher takes them: plain tuples instead of named ones, and None for the constants, which it ignores.
 
-    A launch calls `arrange`, so it is generated: one expression, a tenth of the time of `grouped`.
+    Every launch calls `arrange`. It is generated as one expression, which takes a tenth of the time of `grouped`.
     """
     kinds = [parameter.kind for parameter in parameters(kernel)]
     names = ["None" if kind == "constant" else f"{kind}_{i}" for i, kind in enumerate(kinds)]
