@@ -49,7 +49,7 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: weights stay relative to the largest of their row", SPLIT,
-        "kept, (largest / WEIGHT)[:, None])", "kept, (0 * largest + 1 / WEIGHT)[:, None])",
+        "factor = (largest / WEIGHT)[:, None]", "factor = (0 * largest + 1 / WEIGHT)[:, None]",
         "test_quantized_cache.py::test_decode", "int8 and token and split_kv", "FAIL B2 RMS of out",
     ),
     Mutant(

@@ -25,6 +25,7 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
 WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
 EIGHT_BIT_WIDTH = 32  # summed columns of a matrix instruction of 8-bit operands
 SWIZZLE_WIDTH = 64  # 16-bit elements of a row of 128 bytes, the widest swizzle of shared memory
@@ -50,6 +51,12 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     return width, width_v
 
 
+def reads_shared_memory(gpu: Gpu, block_m: int) -> bool:
+    """Returns whether products of `block_m` rows read their operands from shared memory (wgmma on Hopper, tcgen05 on
+    Blackwell), not from registers."""
+    return gpu.capability in WGMMA_OR_TCGEN05 and block_m >= WGMMA_ROWS
+
+
 @by_kind
 def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
     """Returns the arithmetic of float32 products: "ieee", "tf32", "tf32x3", "bf16x3" or "bf16x6"
@@ -60,7 +67,7 @@ def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
 def split_operand(problem: AttentionProblem, gpu: Gpu) -> int:
     """Returns the largest number of copies of a float32 operand in shared memory: itself, and its parts if the matrix
     unit reads them from shared memory. An mma instruction reads them from registers."""
-    if problem.dtype != "float32" or (gpu.vendor == "nvidia" and gpu.capability not in (90, 100, 103)):
+    if problem.dtype != "float32" or (gpu.vendor == "nvidia" and gpu.capability not in WGMMA_OR_TCGEN05):
         return 1
     return {"ieee": 1, "bf16x6": 3}.get(dot_precision(problem, gpu), 2)
 

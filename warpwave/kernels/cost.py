@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels.arguments import reads_shared_memory
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 
 
@@ -118,13 +119,11 @@ PARTS = {"tf32": 1, "tf32x3": 2, "bf16x3": 2, "bf16x6": 3}
 def conversions(problem: AttentionProblem, gpu: Gpu, elements: int, block_m: int, num_warps: int) -> int:
     """Returns `Cost.conversions` of a loop that splits `elements` elements of operands, with tiles of `block_m` rows.
 
-    Hopper's and Blackwell's matrix units read the operands of 64 or more rows from shared memory. Others read them from
-    registers, where warps that share rows or columns of a product hold the same elements: half of the warps split each
+    In registers, warps that share rows or columns of a product hold the same elements: half of the warps split each
     element (F2FP counted on sm_90).
     """
     parts = PARTS.get(precision.arithmetic(problem, gpu), 0) if problem.dtype == "float32" else 0
-    once = gpu.capability in (90, 100, 103) and block_m >= 64
-    return parts * elements * (1 if once else max(1, num_warps // 2))
+    return parts * elements * (1 if reads_shared_memory(gpu, block_m) else max(1, num_warps // 2))
 
 
 def multiply_add_bytes(products: Iterable[tuple[int, int, int]], threads: int) -> float:

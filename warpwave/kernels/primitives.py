@@ -34,12 +34,13 @@ def tile_pointers(ptr, rows, columns, stride_row, stride_column):
 
 @jit
 def load_tile(pointers, rows, columns, row_begin, row_end, num_columns, CHECK_COLUMNS: tl.constexpr):
-    """Loads the tile at `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`."""
+    """Loads the tile at `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`. A tile of
+    int16 holds words (`halves`), not numbers."""
     inside = ((rows >= row_begin) & (rows < row_end))[:, None]
     if CHECK_COLUMNS:
         inside = inside & (columns < num_columns)[None, :]
     tile = tl.load(pointers, mask=inside, other=0.0)
-    if IN_INTERPRETER:
+    if IN_INTERPRETER and tile.dtype != tl.int16:
         tile = tile.to(tl.float32)
     return tile
 
@@ -282,7 +283,12 @@ def in_float16(x, IS_NVIDIA: tl.constexpr):
 @jit
 def scaled_to_float16(parts):
     """Returns the parts of rows divided by a power of two so that the largest number of each row is 2^13 to 2^14, as
-    float16, and the powers, float32. Numbers below 2^-28 of the largest lose bits. An infinity stays one."""
+    float16, and the powers, float32.
+
+    16-bit numbers stay exact down to 2^-27 of the largest number of their row, where float16 becomes subnormal
+    (2^-14). Smaller ones are off by at most 2^-38 of the largest. An infinity stays one. The power is limited to 2^-113
+    to 2^113: rows whose largest number is below 2^-100 keep fewer bits, and one of 2^127 or more is 2^14 to 2^15.
+    """
     largest = tl.max(tl.abs(parts[0].to(tl.float32)), 1)
     for i in tl.static_range(1, len(parts)):
         largest = tl.maximum(largest, tl.max(tl.abs(parts[i].to(tl.float32)), 1))

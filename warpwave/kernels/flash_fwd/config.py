@@ -9,14 +9,12 @@ from typing import Any
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import rules
-from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.arguments import WGMMA_OR_TCGEN05, dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.kernels.rules import NOT_MEASURED, Rule, by_width
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
-
-WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.arguments import WGMMA_OR_TCGEN05, dot_precision, padded, tile_widths
 from warpwave.kernels.cost import (
     ODD_ROWS,
     Cost,
@@ -17,7 +17,7 @@ from warpwave.kernels.cost import (
     waits_for_memory,
     walk,
 )
-from warpwave.kernels.flash_fwd.config import WGMMA_OR_TCGEN05, Config, smem_bytes
+from warpwave.kernels.flash_fwd.config import Config, smem_bytes
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 

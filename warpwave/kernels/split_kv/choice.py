@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import rules
-from warpwave.kernels.arguments import padded
+from warpwave.kernels.arguments import padded, reads_shared_memory
 from warpwave.kernels.rules import NOT_MEASURED, Rule
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.config import (
@@ -131,8 +131,7 @@ class Kind:
         self.is_rdna, self.is_hopper = gpu.arch.startswith("gfx1"), gpu.vendor == "nvidia" and gpu.capability == 90
         self.has_token_factors = problem.kv_factors == "token"
         self.is_of_8_bits = problem.dtype_kv is not None and gpu.vendor == "nvidia"
-        # Products of 64 rows leave registers free there.
-        self.is_roomy = gpu.vendor == "nvidia" and gpu.capability in (90, 100, 103)
+        self.reads_shared_memory = reads_shared_memory(gpu, block_m)  # which leaves registers free
         self.may_be_ahead, self.page_size = may_be_launched_ahead(gpu), problem.page_size
         self.has_left_window, self.is_invariant = problem.window_size[0] >= 0, problem.batch_invariant
         first: Rule[Tile] = rules.deciding(TILES, self)
@@ -200,7 +199,7 @@ TILES: tuple[Rule[Tile], ...] = (
     ),
     *rules.by_width(
         "more than 32 rows, NVIDIA with wgmma or tcgen05",
-        lambda c: c.block_m == 64 and c.is_roomy,
+        lambda c: c.reads_shared_memory,
         (Tile(64, 64, 3), Tile(64, 64, 3), Tile(64, 32, 2)),
         "a chunk of a prompt beside decode took 182 to 207 us with 64 keys a step, at least 215 with 32, and 200 with "
         "128 rows on eight warps",

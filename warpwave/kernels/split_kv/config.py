@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import WGMMA_ROWS, dot_precision, tile_widths
+from warpwave.kernels.arguments import dot_precision, reads_shared_memory, tile_widths
 from warpwave.kernels.cost import Walk, bytes_per_score, walk
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
@@ -81,7 +81,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         more += 4 * config.block_m * block_dv
     if problem.dtype_kv:  # the factors of keys in flight, and the largest weight of each row
         more += 16 * config.block_n * config.num_stages + 8 * config.block_m * config.num_warps
-        if config.block_m >= WGMMA_ROWS and gpu.capability in (90, 100, 103):  # K and V in 16 bits
+        if reads_shared_memory(gpu, config.block_m):  # K and V in 16 bits
             more += config.block_n * size * (block_d + block_dv)
     if problem.mask_shape is not None or problem.bias_shape is not None:
         kv += config.block_m * config.block_n * bytes_per_score(problem)

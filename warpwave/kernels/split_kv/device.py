@@ -42,8 +42,9 @@ from warpwave.kernels.primitives import (
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
-# Of the largest weight of an 8-bit value, whose weights are float16: it keeps all bits of weights down to 2^-29 of it.
-# Keys far above all others, with values near 0, are common: attention sinks.
+# 8-bit values are multiplied by weights in float16, which keeps all 11 bits of numbers from 2^-14 to 65,504. Weights
+# relative to the largest are multiplied by this factor and keep all bits down to 2^-29; without it, down to 2^-14.
+# Small weights matter beside an attention sink: a key with most of the weight and a value near 0.
 WEIGHT = tl.constexpr(2.0**15)
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
 UNSPECIALISED = ["num_heads_kv", "first_key", "lse_rows"]
@@ -104,11 +105,20 @@ def _times(acc, factor):
 
 
 @jit
-def _none_if(condition, parts):
-    """Returns zeros in place of every part where the condition holds."""
+def _only_where(condition, parts):
+    """Returns every part where the condition holds, and zeros elsewhere."""
     found = ()
     for i in tl.static_range(len(parts)):
-        found = found + (tl.where(condition, 0.0, parts[i]),)
+        found = found + (tl.where(condition, parts[i], 0.0),)
+    return found
+
+
+@jit
+def _operands(tiles, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
+    """Returns the `operand` of every tile."""
+    found = ()
+    for i in tl.static_range(len(tiles)):
+        found = found + (operand(tiles[i], PRECISION, IS_NVIDIA),)
     return found
 
 
@@ -117,54 +127,55 @@ def _load_queries(
     pointers, queries, dims, stride_qd, seqlen_q, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr, IN_WORDS: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Returns the queries as operands, with IN_WORDS the even columns and then the odd ones, and the factor of each
-    row: a power of two on a cache of 8-bit numbers, else 1."""
-    q = load_tile(pointers, queries, dims, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
-    if FACTORS == "":
-        return operand(q, PRECISION, IS_NVIDIA), 1.0
-    elif IN_WORDS:
-        odd = load_tile(pointers + stride_qd, queries, dims + 1, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS)
-        return scaled_to_float16((q, odd))
-    else:
-        return scaled_to_float16((q,))
-
-
-@jit
-def _load_8_bits(
-    pointers, keys, dims, key_begin, key_end, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
-    IN_WORDS: tl.constexpr, FLOAT8: tl.constexpr, IS_NVIDIA: tl.constexpr,
-):  # fmt: skip
-    """Loads a tile of 8-bit numbers as operands in float16, zero outside `key_begin <= key < key_end`: of words the
-    even columns and the odd ones, else one of all columns."""
-    inside = ((keys >= key_begin) & (keys < key_end))[:, None]
+    """Returns the queries as a tuple of operands, with IN_WORDS the even columns and then the odd ones, and the factor
+    of each row: a power of two on a cache of 8-bit numbers, else 1."""
+    q = (load_tile(pointers, queries, dims, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS),)
     if IN_WORDS:
-        if CHECK_COLUMNS:
-            inside = inside & (dims < HEAD_DIM // 2)[None, :]
-        return halves(tl.load(pointers, mask=inside, other=0), FLOAT8, IS_NVIDIA)
-    else:
-        if CHECK_COLUMNS:
-            inside = inside & (dims < HEAD_DIM)[None, :]
-        return (in_float16(tl.load(pointers, mask=inside, other=0.0), IS_NVIDIA),)
+        q = q + (load_tile(pointers + stride_qd, queries, dims + 1, 0, seqlen_q, HEAD_DIM, CHECK_COLUMNS),)
+    power = 1.0
+    if FACTORS != "":
+        q, power = scaled_to_float16(q)
+    return _operands(q, PRECISION, IS_NVIDIA), power
 
 
 @jit
-def _scores(q, k):
-    """Returns the sum of the products of the operands of Q and K in float16."""
-    scores = tl.dot(q[0], tl.trans(k[0]))
-    for i in tl.static_range(1, len(k)):
-        scores = tl.dot(q[i], tl.trans(k[i]), scores)
+def _load_keys(
+    ptr, offsets, stride, keys, dims, key_begin, key_end, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr, IN_WORDS: tl.constexpr, FLOAT8: tl.constexpr, IS_NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Loads K or V as a tuple of tiles, zero outside `key_begin <= key < key_end`: with IN_WORDS the even columns and
+    then the odd ones, else one tile. 8-bit numbers become float16."""
+    pointers = ptr + (offsets[:, None] + dims.to(tl.int64)[None, :] * stride)
+    COLUMNS: tl.constexpr = 2 if IN_WORDS else 1
+    tile = load_tile(pointers, keys, dims, key_begin, key_end, HEAD_DIM // COLUMNS, CHECK_COLUMNS)
+    if IN_WORDS:
+        return halves(tile, FLOAT8, IS_NVIDIA)
+    elif FACTORS != "":
+        return (in_float16(tile, IS_NVIDIA),)
+    else:
+        return (tile,)
+
+
+@jit
+def _scores(q, k, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
+    """Returns the sum of the products of the operands of Q and the transposed tiles of K."""
+    scores = None
+    for i in tl.static_range(len(k)):
+        scores = product(q[i], transposed(operand(k[i], PRECISION, IS_NVIDIA), PRECISION), scores, PRECISION)
     return scores
 
 
 @jit
-def _with_values(p, v, acc, factor):
-    """Returns the accumulators plus a factor times the products of probabilities and the operands of V in float16."""
+def _with_values(p, v, acc, factor, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
+    """Returns the accumulators plus a factor times the products of the operand of P and the tiles of V. The factor is
+    None for 1."""
     found = ()
     for i in tl.static_range(len(v)):
+        values = operand(v[i], PRECISION, IS_NVIDIA)
         if factor is None:
-            found = found + (tl.dot(p, v[i], acc[i]),)
+            found = found + (product(p, values, acc[i], PRECISION),)
         else:
-            found = found + (acc[i] + tl.dot(p, v[i]) * factor,)
+            found = found + (acc[i] + product(p, values, None, PRECISION) * factor,)
     return found
 
 
@@ -235,10 +246,10 @@ def split_kv_kernel(
     """Processes one split of the keys of one tile of rows. The rows of a tile, then kv heads, then splits are adjacent
     in the grid, which has one dimension because 65,535 is the limit of the others.
 
-    Pools of 8-bit numbers are converted to float16 in registers, exactly. Two neighbors are loaded as a word (IN_WORDS)
-    where products take operands from registers, and the even and odd columns are then operands of their own. The
-    factors of the pools multiply what is float32: of K the scores, of V the output if they belong to heads (FACTORS
-    "head"), or the probabilities if they belong to tokens.
+    Pools of 8-bit numbers are converted to float16 in registers, exactly. Tiles of fewer than 64 rows load two
+    neighbors as a word (IN_WORDS), and the even and odd columns are then separate operands. The factors of the pools
+    multiply what is float32: of K the scores, of V the output if they belong to heads (FACTORS "head"), or the
+    probabilities if they belong to tokens.
     """
     # Strides come in units, as in flash_fwd, so that the compiler sees that rows are 16-byte aligned. Page strides are
     # multiplied by their 32-bit factors as they are loaded.
@@ -382,7 +393,7 @@ def split_kv_kernel(
                     map_outer, map_row = 0, k_begin.to(tl.int32) + key_tile
                 else:
                     map_outer, map_row = batch.to(tl.int32), key_tile
-                k = _map_tile(k_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_D)
+                k = (_map_tile(k_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_D),)
             elif pages.PAGE_SIZE > 0:
                 cells = (keys % pages.PAGE_SIZE).to(tl.int64)
                 k_offsets = (page * k_units[0] + cells * k_units[1]) * UNIT
@@ -395,17 +406,15 @@ def split_kv_kernel(
                 if not ALIKE:
                     v_offsets = keys.to(tl.int64) * v_tensor.stride_m
             if not (BY_MAP and section == 1):
-                k = k_ptr + (k_offsets[:, None] + dims.to(tl.int64)[None, :] * k_tensor.stride_d)
-                if descales.FACTORS != "":
-                    k = _load_8_bits(
-                        k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D, IN_WORDS, FLOAT8,
-                        IS_NVIDIA,
-                    )  # fmt: skip
-                else:
-                    k = load_tile(k, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+                k = _load_keys(
+                    k_ptr, k_offsets, k_tensor.stride_d, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D,
+                    descales.FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
+                )  # fmt: skip
             if BY_MAP and section != 1:  # loaded at once: no pipeline overlaps the two
-                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * v_tensor.stride_d)
-                v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+                v = _load_keys(
+                    v_ptr, v_offsets, v_tensor.stride_d, keys, dims_v, key_begin, end, HEAD_DIM_V,
+                    HEAD_DIM_V < BLOCK_DV, descales.FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
+                )  # fmt: skip
             if ONE_STEP:
                 # Load Q together with K, not before it. The mask, which depends on keys, keeps the compiler from
                 # hoisting it.
@@ -414,11 +423,7 @@ def split_kv_kernel(
                     q_tile, queries, COLUMNS * dims, q_tensor.stride_d, asking, HEAD_DIM, HEAD_DIM < BLOCK_D,
                     descales.FACTORS, IN_WORDS, PRECISION, IS_NVIDIA,
                 )  # fmt: skip
-            if descales.FACTORS != "":
-                scores = _scores(q, k)  # [BLOCK_M, BLOCK_N]
-            else:
-                k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
-                scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+            scores = _scores(q, k, PRECISION, IS_NVIDIA)  # [BLOCK_M, BLOCK_N]
             if descales.FACTORS == "head":
                 scores = scores * (q_power * k_factor)[:, None]
             elif descales.FACTORS == "token":
@@ -452,37 +457,28 @@ def split_kv_kernel(
 
             p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
             if BY_MAP and section == 1:
-                v = _map_tile(v_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_DV)
+                v = (_map_tile(v_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_DV),)
             elif not BY_MAP:
-                v = v_ptr + (v_offsets[:, None] + dims_v.to(tl.int64)[None, :] * v_tensor.stride_d)
-                if descales.FACTORS != "":
-                    v = _load_8_bits(
-                        v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, IN_WORDS, FLOAT8,
-                        IS_NVIDIA,
-                    )  # fmt: skip
-                else:
-                    v = load_tile(v, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)
+                v = _load_keys(
+                    v_ptr, v_offsets, v_tensor.stride_d, keys, dims_v, key_begin, end, HEAD_DIM_V,
+                    HEAD_DIM_V < BLOCK_DV, descales.FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
+                )  # fmt: skip
             if rules.HAS_MASK or rules.HAS_BIAS:
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                if descales.FACTORS != "":
-                    v = _none_if((seen == 0)[:, None], v)
-                else:
-                    v = tl.where((seen != 0)[:, None], v, 0.0)
-            kept = _times(acc, alpha[:, None])
+                v = _only_where((seen != 0)[:, None], v)
+            kept, factor = _times(acc, alpha[:, None]), None
             if descales.FACTORS == "token":
                 # Relative to the largest weight of the row: small factors would make 16-bit weights subnormal.
                 factors = factors_of_cells(descales.v, page, cells, kv_head)
                 weights = p * tl.load(factors, mask=key_inside, other=0.0)[None, :]
                 largest = tl.maximum(tl.max(weights, 1), 2.0**-100)
-                p = (weights * (1.0 / largest * WEIGHT)[:, None]).to(v[0].dtype)
-                acc = _with_values(p, v, kept, (largest / WEIGHT)[:, None])
+                p = weights * (1.0 / largest * WEIGHT)[:, None]
+                factor = (largest / WEIGHT)[:, None]
             elif descales.FACTORS == "head":
-                p = (p * WEIGHT).to(v[0].dtype)
-                acc = _with_values(p, v, kept, None)
-            else:
-                p = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
-                acc = (product(p, operand(v, PRECISION, IS_NVIDIA), kept[0], PRECISION),)  # [BLOCK_M, BLOCK_DV]
+                p = p * WEIGHT
+            p = operand(p.to(v[0].dtype), PRECISION, IS_NVIDIA)
+            acc = _with_values(p, v, kept, factor, PRECISION, IS_NVIDIA)
 
             if PIECES > 0:
                 piece_ends = ((key_tile + BLOCK_N - first) % piece_keys == 0) | (key_tile + BLOCK_N >= end)
@@ -493,7 +489,7 @@ def split_kv_kernel(
                     _store_part(
                         splits, part, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V
                     )
-                acc = _none_if(piece_ends, acc)
+                acc = _only_where(~piece_ends, acc)
                 m_i = tl.where(piece_ends, float("-inf"), m_i)
                 l_i = tl.where(piece_ends, 0.0, l_i)
 

@@ -116,7 +116,8 @@ def _pace(problem: AttentionProblem, gpu: Gpu, config: Config, many: bool) -> Pa
     sms, blocks = gpu.num_sms or UNKNOWN_SMS, blocks_per_sm(problem, gpu, config)
     if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
-        # Two warps with tiles of 8 bits have half of the bytes in flight: 1 x 65,536 keys take 52 us by 66 splits.
+        # A block of two warps with tiles of 8 bits has half of the bytes in flight, so twice as many blocks saturate
+        # memory: 1 x 65,536 keys with factors of tokens take 52 us with 66 splits and 61 us with 132.
         saturating = SATURATING_BLOCKS * (2 if problem.dtype_kv and config.num_warps == 2 else 1)
         return Pace(
             sms * blocks, sms * min(blocks, saturating), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
