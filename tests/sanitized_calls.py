@@ -26,6 +26,7 @@ from tests.conformance import cases
 from tests.conformance.cases import Call, Case
 from tests.conformance.harness import DEVICE, GPU, KERNELS, run
 from tests.conformance.test_gradients import FORWARDS, NAMES, differentiate, upstream
+from warpwave import dispatch
 
 PLAIN = Case(dtype="bfloat16", lengths=(200, 300), heads=(4, 2), batch=2)
 CALLS: dict[str, Case] = {
@@ -86,8 +87,8 @@ def main(wanted: str = "", only: str = "") -> int:
 def results(kernel: str, call: Call) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields out, and the gradients if the kernel has any, each with its name and the eager kernel's."""
     yield "out", run(kernel, call)[0].float(), run("eager", call)[0].float()
-    problem = replace(call.problem, requires_grad=True)
-    if kernel not in FORWARDS or KERNELS[kernel].why_not(problem, GPU):
+    forward, _ = dispatch.forward_of(replace(call.problem, requires_grad=True), GPU, kernel)
+    if kernel not in FORWARDS or KERNELS[kernel].why_not(forward, GPU):
         return
     dout, dlse = upstream(call)
     found, exact = (differentiate(name, call, dout, dlse) for name in (kernel, "eager"))

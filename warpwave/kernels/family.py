@@ -20,13 +20,13 @@ class Family:
 
     def __init__(self, name: str, place: str = "") -> None:
         self.NAME = name
-        self._place = place or name.replace("/", ".")
+        self.__name__ = f"{__package__}.{place or name.replace('/', '.')}"
         self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("_"):  # what inspection asks of any object imports nothing
-            raise AttributeError(f"{self!r} has no attribute {attribute!r}")
-        self._module = importlib.import_module(f".{self._place}", __package__)
+            raise AttributeError(attribute)
+        self._module = importlib.import_module(self.__name__)
         found = self.__dict__[attribute] = getattr(self._module, attribute)  # later uses do not come here
         return found
 
