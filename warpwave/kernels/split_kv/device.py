@@ -388,7 +388,8 @@ def split_kv_kernel(
                 ids = _ids_of(page_table_ptr, key_tile + stride, columns, capacity, pages.PAGE_SIZE, BLOCK_N)
             if BY_MAP and section == 1:
                 if pages.PAGE_SIZE > 0:
-                    map_outer, map_row = page.to(tl.int32), key_tile % pages.PAGE_SIZE
+                    # The cast serves the interpreter: an `int` has no `%` with a constant of a group.
+                    map_outer, map_row = page.to(tl.int32), tl.cast(key_tile, tl.int32) % pages.PAGE_SIZE
                 elif sequences.IS_VARLEN:
                     map_outer, map_row = 0, k_begin.to(tl.int32) + key_tile
                 else:
