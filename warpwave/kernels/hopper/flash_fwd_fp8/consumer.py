@@ -75,9 +75,10 @@ OFFSET = gl.constexpr(8.0)
 
 
 @jit
-def settled(x, scale, m_i, lead):
-    """Computes `settled_maximum` without a lag."""
-    return settled_maximum(x, scale, m_i, lead, 0.0)
+def settled(x, scale, m_i):
+    """Computes `settled_maximum` without a lag. Returns the maxima, and the factor of the previous sum."""
+    m_i, alpha, _ = settled_maximum(x, scale, m_i, gl.zeros_like(m_i), 0.0)
+    return m_i, alpha
 
 
 @jit
@@ -88,7 +89,7 @@ def raised(m_i):
 
 @jit
 def step(
-    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, lead, l_i, acc, tile, is_last, whole_begin, whole_end,
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, l_i, acc, tile, is_last, whole_begin, whole_end,
     place, keys, head, rules,
 ):  # fmt: skip
     """Computes the scores of tile n + 1 with their softmax, and the product of tile n's probabilities and values.
@@ -121,7 +122,7 @@ def step(
     if rules.HAS_LOW:  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
-    m_i, alpha, lead = settled(x, scale, m_i, lead)
+    m_i, alpha = settled(x, scale, m_i)
     if TOGETHER:
         acc = with_products(acc, pending, factor, BLOCKWISE)
         hand_back_multiplied(v_ring, n)
@@ -135,7 +136,7 @@ def step(
     if not TOGETHER:
         acc, _ = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 3, MANY)
         hand_back_multiplied(v_ring, n)
-    return rounded(p32, rules.BLOCK_N), m_i, lead, l_i, rescaled(acc, alpha)
+    return rounded(p32, rules.BLOCK_N), m_i, l_i, rescaled(acc, alpha)
 
 
 @jit
@@ -164,27 +165,27 @@ def add_values(p, v_ring, n, acc, tile, keys, head, rules):
 
 
 @jit
-def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules):
+def edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, head, rules):
     """Processes tile n without overlap: the mask takes a tile's worth of registers, so two tiles do not fit."""
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
-    m_i, alpha, lead = settled(x, scale, m_i, lead)
+    m_i, alpha = settled(x, scale, m_i)
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
     wait_full(v_ring, n)
     acc = add_values(rounded(p32, rules.BLOCK_N), v_ring, n, acc, tile, keys, head, rules)
     hand_back_multiplied(v_ring, n)
-    return m_i, lead, l_i, acc
+    return m_i, l_i, acc
 
 
 @jit
 def first_state(v_ring, BLOCK_N: gl.constexpr):
-    """Returns maximum, lead and per-thread sums, and the accumulators, before the first tile."""
+    """Returns maxima and per-thread sums, and the accumulators, before the first tile."""
     nothing = own_maxima(zero_accumulator(BLOCK_N), BLOCK_N)
     of: gl.constexpr = chunks_of(v_ring.pieces)
     acc = ()
     for c in gl.static_range(len(of)):
         acc = acc + (zero_accumulator(of[c][2]),)
-    return nothing - float("inf"), nothing, nothing, acc
+    return nothing - float("inf"), nothing, acc
 
 
 @jit
@@ -193,7 +194,7 @@ def all_tiles(
 ):  # fmt: skip
     """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
     with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
-    m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
+    m_i, l_i, acc = first_state(v_ring, rules.BLOCK_N)
     tile = end - 1
     last = whole_end  # the tile whose product with V is in flight
     first = whole_begin
@@ -202,20 +203,20 @@ def all_tiles(
         first = begin
     elif rules.HAS_HIGH:
         while tile > last:
-            m_i, lead, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, head, rules)
+            m_i, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, head, rules)
             n += 1
             tile -= 1
     is_last = tile == begin
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
     release(q_empty, GROUP, is_last, rules)
-    m_i, alpha, lead = settled(x, scale, m_i, lead)
+    m_i, alpha = settled(x, scale, m_i)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
     acc = rescaled(acc, alpha)
     p = rounded(p32, rules.BLOCK_N)
     wait_full(v_ring, n)
     for i in range(last - first):
-        p, m_i, lead, l_i, acc = step(
-            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, lead, l_i, acc, last - 1 - i, last - 1 - i == begin,
+        p, m_i, l_i, acc = step(
+            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, l_i, acc, last - 1 - i, last - 1 - i == begin,
             whole_begin, whole_end, place, keys, head, rules,
         )  # fmt: skip
         n += 1
