@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from warpwave.kernels import dropout
-from warpwave.runtime import driver, launch
+from warpwave.runtime import driver, launch, triton_or_stub
 
 
 class Started(NamedTuple):
@@ -110,7 +110,8 @@ def compiled(signature: dict[str, str], **metadata: Any) -> Any:
 
 def launches_of(kernel: Any, run: Any, index: int, grid: int, values: Any) -> driver.Launches | None:
     tensors = 2
-    layout = driver.layout(kernel, run, values, tensors)
+    numbers = [driver.Number(i) for i in range(len(values) - tensors)]
+    layout = driver.layout(kernel, run, [*values[:tensors], *numbers])
     maps = [value[0] for value in values if isinstance(value, tuple)]
     return None if layout is None else driver.Launches(layout, index, grid, values[tensors:], maps)
 
@@ -257,18 +258,26 @@ def device(known: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     yield found
 
 
+class Kernel:
+    """Stands for a `triton.jit` function that specializes no argument."""
+
+    def __init__(self, fn: Callable[..., None], arguments: int) -> None:
+        self.fn, self.params = fn, (SimpleNamespace(do_not_specialize=True),) * arguments
+
+
 def bound(device: Device, monkeypatch: Any, takes: Any, tensors: Any, kinds: list[str], counters: Any = None) -> Any:
     """A launcher of a kernel with these tensors, the number 7, and a constant."""
 
-    class Kernel:
-        params = (SimpleNamespace(do_not_specialize=True, is_constexpr=False),) * (len(tensors) + 1)
-
+    class Compiled(SimpleNamespace):
         def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return lambda *args, **kwargs: device.public.append(args)
+            return lambda *args: device.public.append(args)
 
+    scope: dict[str, Any] = {"tl": triton_or_stub.tl}
+    exec(f"def kernel({', '.join(f't{i}_ptr' for i in range(len(tensors)))}, n, B: tl.constexpr): ...", scope)
+    kernel = Kernel(scope["kernel"], len(tensors) + 2)
     signature = {**{f"t{i}": kind for i, kind in enumerate(kinds)}, "n": "i32", "B": "constexpr"}
-    monkeypatch.setattr(launch, "_load", lambda spec, device: (compiled(signature), Run()))
-    spec = launch.Launch(Kernel(), 4, tensors, [7], {"B": 1}, {})
+    monkeypatch.setattr(launch, "_load", lambda spec, device: (Compiled(**vars(compiled(signature))), Run()))
+    spec = launch.Launch(kernel, 4, tensors, [7], {"B": 1}, {})
     return launch.bind(spec, takes, counters)
 
 
@@ -339,7 +348,7 @@ def test_an_unknown_triton_starts_kernels_itself(
     start = bound(device, monkeypatch, None, (x, None, y), ["*fp32", "constexpr", "*fp32"])
     start(x, None, y)
     pointers = (x.data_ptr(), None, y.data_ptr())
-    assert called == [(4, 1, 1, 3, 4096, None, None, None, None, *pointers, 7, 1)]
+    assert called == [(4, 1, 1, 3, 4096, None, None, None, None, *pointers, 7, None)]
     device.index = 1
     start(x, None, y)
     assert len(called) == 1 and device.public[0][0] is x

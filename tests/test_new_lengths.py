@@ -19,7 +19,7 @@ from tests.test_driver import Device, Driver, Run, device, known
 from warpwave import gpu, plans
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
-from warpwave.runtime import driver, launch, scratch, tensor_maps, triton_or_stub
+from warpwave.runtime import driver, launch, parameters, scratch, tensor_maps, triton_or_stub
 from warpwave.runtime.bounded import Bounded
 
 __all__ = ["device", "known"]  # fixtures
@@ -53,13 +53,14 @@ class Card:
     def load(self, spec: launch.Launch, device: Any) -> tuple[Any, Any]:
         """Stands for `launch._load`: a kernel whose signature is the launch's own."""
         self.compiled.append(spec)
+        left = {"tensor": iter(spec.tensors), "scalar": iter(spec.scalars)}
         signature: dict[str, str] = {}
-        for i, value in enumerate((*spec.tensors, *spec.scalars)):
+        for i, parameter in enumerate(parameters.parameters(spec.kernel)):
+            value = next(left[parameter.kind]) if parameter.kind in left else None
             mapped = isinstance(value, launch.Mapped)
             number = "fp32" if isinstance(value, float) else "i32"
-            kind = number if i >= len(spec.tensors) else "tensordesc<>" if mapped else "*fp16"
+            kind = number if parameter.kind == "scalar" else "tensordesc<>" if mapped else "*fp16"
             signature[f"a{i}"] = "constexpr" if value is None else kind
-        signature |= dict.fromkeys(spec.constants, "constexpr")
         metas: list[dict[str, Any]] = [{} for tensor in spec.tensors if isinstance(tensor, launch.Mapped)]
         found = SimpleNamespace(
             function=len(self.compiled),
@@ -105,7 +106,7 @@ def card(device: Device, known: Driver, monkeypatch: pytest.MonkeyPatch) -> Card
     monkeypatch.setattr(triton_or_stub, "INTERPRETED", False)
     monkeypatch.setattr(launch, "_load", found.load)
     monkeypatch.setattr(launch, "_variants", Bounded(launch.MAX_VARIANTS))
-    monkeypatch.setattr(launch, "_specialized", lambda kernel, tensors: ())  # interpreted kernels do not say
+    monkeypatch.setattr(launch, "_specialized", lambda kernel: ())  # interpreted kernels do not say
     monkeypatch.setattr(scratch, "empty_strided", guards._empty_strided_cpu)
     monkeypatch.setattr(scratch, "_buffers", scratch._Kept())
     monkeypatch.setattr(scratch, "buffer", lambda device, *rest: buffer(cpu, *rest))

@@ -14,7 +14,7 @@ from warpwave import dispatch
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
-from warpwave.runtime import driver
+from warpwave.runtime import driver, parameters
 from warpwave.runtime.launch import Launch, Mapped
 from warpwave.workbench.inspect import compiled
 
@@ -23,14 +23,15 @@ RUN = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0, launch_coop
 
 def laid_out(spec: Launch, kernel: Any) -> list[int]:
     """Bytes of each parameter as a bound launcher would lay them out."""
-    values: list[Any] = []
+    tensors: list[Any] = []
     for tensor in spec.tensors:
         address = driver.Address(1)
-        values.append((tensor.plan, address) if isinstance(tensor, Mapped) else address)
+        tensors.append((tensor.plan, address) if isinstance(tensor, Mapped) else address)
+    numbers = [driver.Number(i) for i in range(len(spec.scalars))]
     shape = SimpleNamespace(function=0, src=kernel.src, metadata=kernel.metadata)
-    layout = driver.layout(shape, RUN, [*values, *spec.scalars, *spec.constants.values()], len(values))
+    layout = driver.layout(shape, RUN, parameters.in_order(spec.kernel, tensors, numbers, spec.constants))
     assert layout is not None, "the driver is not asked"
-    assert driver.Launches(layout, 0, 1, spec.scalars, [value[0] for value in values if isinstance(value, tuple)])
+    assert driver.Launches(layout, 0, 1, spec.scalars, [value[0] for value in tensors if isinstance(value, tuple)])
     sizes = [struct.calcsize(kind) if kind else 8 for kind in layout.kinds]
     for parameter, _, _ in layout.maps:
         sizes[parameter] = 128

@@ -178,9 +178,9 @@ def test_the_probability_of_dropout_does_not_recompile() -> None:
     from warpwave.cached_calls import operands_without_memory
     from warpwave.gpu import Gpu
     from warpwave.kernels import flash_fwd
-    from warpwave.kernels.flash_fwd.kernel import UNSPECIALISED
     from warpwave.problem import AttentionProblem
     from warpwave.runtime.launch import Launch
+    from warpwave.runtime.parameters import parameters
 
     gpu = Gpu.for_arch("sm_90")
     fields = job("sm_90", "bfloat16", 128, "plain")["problem"]
@@ -193,9 +193,12 @@ def test_the_probability_of_dropout_does_not_recompile() -> None:
         specs.append(spec)
     without, *others = specs
     assert all((spec.constants, spec.options) == (others[0].constants, others[0].options) for spec in others)
-    assert all(-(2**31) <= spec.scalars[-2] < 2**31 for spec in others), "one width of integers"
-    assert "dropout_threshold" in UNSPECIALISED
-    assert without.scalars[-2:] == [None, None] and without.tensors[11] is None
+    scalars = [parameter for parameter in parameters(without.kernel) if parameter.kind == "scalar"]
+    names = [parameter.name for parameter in scalars]
+    threshold, scale = names.index("threshold"), names.index("scale")
+    assert all(-(2**31) <= spec.scalars[threshold] < 2**31 for spec in others), "one width of integers"
+    assert not scalars[threshold].specialized
+    assert without.scalars[threshold] is None and without.scalars[scale] is None and without.tensors[11] is None
 
 
 @pytest.mark.full

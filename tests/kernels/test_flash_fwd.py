@@ -15,6 +15,7 @@ from warpwave.kernels.cost import visited_tiles
 from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime.launch import Launch
+from warpwave.runtime.parameters import parameters
 
 PROBLEM = AttentionProblem(
     batch=2, seqlen_q=300, seqlen_k=300, num_heads_q=4, num_heads_kv=2, head_dim=80, head_dim_v=64,
@@ -133,8 +134,8 @@ def test_no_argument_wraps(seqlen_k: int, window: tuple[int, int]) -> None:
     operands = operands_without_memory(problem)
     spec = flash_fwd.specify(problem, H200, operands, operands.q, None, flash_fwd.Config(16, 16, 4, 1))
     assert isinstance(spec, Launch)
-    # Before softmax_scale, softcap and the two numbers of dropout stand left, right and heads_in_l2.
-    *_, left, right, heads_in_l2, _, _, _, _ = spec.scalars
+    names = [parameter.name for parameter in parameters(spec.kernel) if parameter.kind == "scalar"]
+    left, right, heads_in_l2 = (spec.scalars[names.index(name)] for name in ("left", "right", "heads_in_l2"))
     tiles = -(-problem.seqlen_q // 16)
     assert spec.grid < 2**31 and tiles * heads_in_l2 <= spec.grid
     assert problem.seqlen_q + left < 2**31 and problem.seqlen_q + right < 2**31

@@ -8,17 +8,17 @@ from tests.mutants.mutant import PARTIALS, SPLIT, Mutant
 PAGED = [
     Mutant(
         "cells beyond a sequence's used length attended to", "kernels/paged_keys.py",
-        "used = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + row), 0), seqlen_k)", "used = seqlen_k * 1",
+        "used = tl.minimum(tl.maximum(tl.load(pages.seqused_k_ptr + row), 0), seqlen_k)", "used = seqlen_k * 1",
         "test_paged.py::test_count", "16-none-split_kv", "torch.equal",
     ),
     Mutant(
         "the page table of another row", "kernels/paged_keys.py",
-        "return page_table_ptr + row * stride_table, used", "return page_table_ptr + batch * stride_table, used",
+        "pages.table_ptr + row * pages.stride_table", "pages.table_ptr + batch * pages.stride_table",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
     ),
     Mutant(
         "keys read from another cell of their page", SPLIT,
-        "cells = (keys % PAGE_SIZE).to(tl.int64)", "cells = (keys % PAGE_SIZE // 2 * 2).to(tl.int64)",
+        "cells = (keys % pages.PAGE_SIZE).to(tl.int64)", "cells = (keys % pages.PAGE_SIZE // 2 * 2).to(tl.int64)",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
     ),
     Mutant(

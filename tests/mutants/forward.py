@@ -9,12 +9,12 @@ from tests.mutants.mutant import EAGER, FLASH, HIDE, NAIVE, PASSES, PRIMITIVES, 
 NAMED = [
     Mutant(
         "mask one key too wide", FLASH,
-        "high = last_key_offset + window_right", "high = last_key_offset + window_right + 1",
+        "high = last_key_offset + window.right", "high = last_key_offset + window.right + 1",
         "test_probes.py::test_count", "flash_fwd and causal-flash_fwd and 113", "torch.equal",
     ),
     Mutant(
         "padding key counted", FLASH,
-        "HAS_LOW, HAS_HIGH) & (keys < key_end)[None, :]", "HAS_LOW, HAS_HIGH)",
+        "window.HAS_LOW, window.HAS_HIGH) & (keys < key_end)[None, :]", "window.HAS_LOW, window.HAS_HIGH)",
         "test_probes.py::test_count", "flash_fwd and none and 113", "torch.equal",
     ),
     Mutant(
@@ -34,7 +34,7 @@ NAMED = [
     ),
     Mutant(
         "strides of k used for v", FLASH,
-        "v_ptr += batch * stride_vb + kv_head * stride_vh", "v_ptr += batch * stride_vb + kv_head * stride_kh",
+        "v_tensor.stride_b + kv_head * v_tensor.stride_h", "v_tensor.stride_b + kv_head * k_tensor.stride_h",
         "test_pairs.py::test_layouts_equal_contiguous", "differ-False-True-flash_fwd", "bits(",
     ),
     Mutant(  # unsigned, for the negative offset of a signed one ends the process instead of the test
@@ -59,7 +59,7 @@ NAMED = [
     ),
     Mutant(
         "window's left edge exclusive", FLASH,
-        "low = last_key_offset - window_left", "low = last_key_offset - window_left + 1",
+        "low = last_key_offset - window.left", "low = last_key_offset - window.left + 1",
         "test_probes.py::test_support", "flash_fwd and 64 and 113", "keys from",
     ),
 ]  # fmt: skip
@@ -187,7 +187,7 @@ OTHERS = [
     ),
     Mutant(
         "v of another head", FLASH,
-        "v_ptr += batch * stride_vb + kv_head * stride_vh", "v_ptr += batch * stride_vb + (1 - kv_head) * stride_vh",
+        "kv_head * v_tensor.stride_h", "(1 - kv_head) * v_tensor.stride_h",
         "test_edges.py::test_not_finite_in_v_stays_in_its_head", "flash_fwd and nan", "isfinite",
     ),
     Mutant(
@@ -213,8 +213,7 @@ OTHERS = [
     ),
     Mutant(
         "an empty sequence sees one key", FLASH,
-        "k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)",
-        "k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k); seqlen_k += seqlen_k == 0",
+        "seqlen_k, sequences.total_k)", "seqlen_k, sequences.total_k); seqlen_k += seqlen_k == 0",
         "test_edges.py::test_empty_sequences_among_packed_ones", "flash_fwd", "eq(0)",
     ),
     Mutant(

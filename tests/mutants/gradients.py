@@ -33,12 +33,12 @@ BACKWARD = [
     ),
     Mutant(
         "gradients: dk without the softmax scale", DKV,
-        "rounded(dk * softmax_scale, ", "rounded(dk, ",
+        "rounded(dk * rules.softmax_scale, ", "rounded(dk, ",
         f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dk",
     ),
     Mutant(
         "gradients: dv of a group's first head alone", DKV,
-        "dout_ptr + head * stride_doh", "dout_ptr + kv_head * group_size * stride_doh",
+        "dout_ptr + head * dout_tensor.stride_h", "dout_ptr + kv_head * group_size * dout_tensor.stride_h",
         f"{BY_GATES}test_each_feature_alone", "scale and 3", "FAIL B1 maximum of dv",
     ),
     Mutant(
@@ -153,7 +153,7 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: what is kept not scaled", FLASH,
-        "out = out * dropout_scale", "out = out * 1.0",
+        "out = out * dropout.scale", "out = out * 1.0",
         f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "not close",
     ),
     Mutant(
@@ -169,7 +169,7 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: dq of probabilities that were dropped", DQ,
-        "dp = tl.where(kept, dp * dropout_scale, 0.0)", "dp = dp * dropout_scale",
+        "dp = tl.where(kept, dp * dropout.scale, 0.0)", "dp = dp * dropout.scale",
         f"{BY_GATES}test_each_feature_alone", "dropout and not packed", "FAIL B1 maximum of dq",
     ),
     Mutant(
@@ -190,7 +190,7 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: gradient of a bias through what was dropped", DBIAS,
-        "dp = tl.where(kept, dp * dropout_scale, 0.0)", "dp = dp * dropout_scale",
+        "dp = tl.where(kept, dp * dropout.scale, 0.0)", "dp = dp * dropout.scale",
         f"{BY_GATES}test_pairs_of_features", "dropout and bias", "FAIL B1 maximum of dbias",
     ),
     Mutant(

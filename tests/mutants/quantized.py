@@ -9,17 +9,17 @@ DESCALES = "kernels/descales.py"
 QUANTIZED = [
     Mutant(
         "quantized: the first block's factor for all keys", FLASH,
-        "tl.load(k_descale_ptr + key_tile // K_BLOCK * stride_k_descale_n)", "tl.load(k_descale_ptr)",
+        "tl.load(k_descale_ptr + key_tile // descales.K_BLOCK * descales.k.stride_n)", "tl.load(k_descale_ptr)",
         "test_quantized.py::test_each_block_has_its_own_factor", "int8 and flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
         "quantized: the first block's factor for all values", FLASH,
-        "tl.load(v_descale_ptr + key_tile // V_BLOCK * stride_v_descale_n)", "tl.load(v_descale_ptr)",
+        "tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)", "tl.load(v_descale_ptr)",
         "test_quantized.py::test_each_block_has_its_own_factor", "float8 and flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
         "quantized: another head's factor of q", FLASH,
-        "member * stride_q_descale_h", "member * stride_q_descale_g",
+        "member * of_q.stride_h", "member * of_q.stride_g",
         "test_quantized.py::test_one_factor_of_q_for_a_group_of_heads", "int8 and flash_fwd", "assert ",
     ),
     Mutant(
@@ -29,7 +29,7 @@ QUANTIZED = [
     ),
     Mutant(
         "quantized: the scale of float8 probabilities stays in out", FLASH,
-        "out = out * (1.0 / P_SCALE)", "out = out * 1.0",
+        "out = out * (1.0 / descales.P_SCALE)", "out = out * 1.0",
         "test_quantized.py::test_plain_calls", "normal and e4m3fn:128 and flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
@@ -44,7 +44,7 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: the factor of a page's first token for all", SPLIT,
-        "(pages * stride_gp + cells * stride_gt + kv_head * stride_gs)", "(pages * stride_gp + kv_head * stride_gs)",
+        "factors_of_cells(descales.v, page, cells, kv_head)", "factors_of_cells(descales.v, page, cells * 0, kv_head)",
         "test_quantized_cache.py::test_decode", "int8 and token and split_kv", "FAIL B2 RMS of out",
     ),
     Mutant(
@@ -54,8 +54,8 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: pieces without the factors of values", SPLIT,
-        'piece_keys\n                    if FACTORS == "head":',
-        'piece_keys\n                    if FACTORS == "none":',
+        'piece_keys\n                    if descales.FACTORS == "head":',
+        'piece_keys\n                    if descales.FACTORS == "none":',
         "test_quantized_cache.py::test_splits", "pieces and int8 and head", "FAIL B2 RMS of out",
     ),
     Mutant(
@@ -65,7 +65,7 @@ QUANTIZED = [
     ),
     Mutant(
         "8-bit cache: factors of values are written to a page's first token", "kernels/append_kv.py",
-        "page * stride_gp + cell * stride_gt + head", "page * stride_gp + head",
+        "factors_of_cells(descales.v, page, cell, head)", "factors_of_cells(descales.v, page, cell * 0, head)",
         "../test_quantized_cache.py::test_the_kernel_writes_what_torch_writes", "dtype1 and token and none", "assert ",
     ),
 ]  # fmt: skip

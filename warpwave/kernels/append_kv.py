@@ -27,6 +27,8 @@ import torch
 
 from warpwave.kernels import cache_descales
 from warpwave.kernels.arguments import padded
+from warpwave.kernels.groups import CacheDescales, InUnits, Pages
+from warpwave.kernels.paged_keys import factors_of_cells
 from warpwave.kernels.paging import offsets_within
 from warpwave.kernels.primitives import packed_sequence, rounded
 from warpwave.kernels.quantize_tensor import LARGEST, SMALLEST, eight_bit, eight_bit_by_torch, factor_of, factors_of
@@ -34,12 +36,7 @@ from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
 
-UNSPECIALISED = [
-    *("stride_kb", "stride_km", "stride_kh", "stride_vb", "stride_vm", "stride_vh", "stride_qb", "stride_qm"),
-    *("stride_qh", "stride_kp", "stride_kt", "stride_ks", "stride_vp", "stride_vt", "stride_vs", "stride_table"),
-    *("seqlen", "total", "num_heads_kv", "num_heads_q", "num_pages", "num_rows", "pages_of_a_row", "angles"),
-    *("stride_fp", "stride_ft", "stride_fs", "stride_gp", "stride_gt", "stride_gs"),
-]
+UNSPECIALISED = ["seqlen", "total", "num_heads_kv", "num_heads_q", "pages_of_a_row", "angles"]
 
 
 class New(NamedTuple):
@@ -76,6 +73,12 @@ class New(NamedTuple):
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _token(tensor: InUnits, batch, row, head):
+    """Returns a pointer to one head of one token, or of one cell of a page."""
+    return tensor.ptr + batch * tensor.stride_b + row * tensor.stride_m + head * tensor.stride_h
 
 
 @jit
@@ -145,67 +148,32 @@ def _store_head(
 
 @jit(do_not_specialize=UNSPECIALISED)
 def append_kv_kernel(
-    k_ptr,
-    v_ptr,
-    q_ptr,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
+    q_tensor: InUnits,
     q_out_ptr,
-    k_pages_ptr,
-    v_pages_ptr,
-    page_table_ptr,
-    seqused_k_ptr,
-    rows_ptr,
+    k_pool: InUnits,
+    v_pool: InUnits,
+    pages: Pages,
     cu_seqlens_ptr,
     cos_ptr,
     sin_ptr,
-    k_descale_ptr,
-    v_descale_ptr,
-    stride_kb,
-    stride_km,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vm,
-    stride_vh,
-    stride_vd,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kp,
-    stride_kt,
-    stride_ks,
-    stride_ke,
-    stride_vp,
-    stride_vt,
-    stride_vs,
-    stride_ve,
-    stride_table,
+    descales: CacheDescales,
     seqlen,
     total,
     num_heads_kv,
     num_heads_q,
-    num_pages,
-    num_rows,
     pages_of_a_row,
     angles,
-    stride_fp,
-    stride_ft,
-    stride_fs,
-    stride_gp,
-    stride_gt,
-    stride_gs,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     IS_VARLEN: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     HAS_KV: tl.constexpr,
     HAS_Q: tl.constexpr,
-    FACTORS: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):
@@ -227,10 +195,10 @@ def append_kv_kernel(
     else:
         batch_in_memory = batch
     row = batch
-    if HAS_ROWS:
-        row = tl.minimum(tl.maximum(tl.load(rows_ptr + batch), 0), num_rows - 1).to(tl.int64)
+    if pages.HAS_ROWS:
+        row = tl.minimum(tl.maximum(tl.load(pages.rows_ptr + batch), 0), pages.num_rows - 1).to(tl.int64)
     # In 64 bits, so that the subtraction cannot overflow for any length.
-    position = tl.load(seqused_k_ptr + row).to(tl.int64) - seqlen + token
+    position = tl.load(pages.seqused_k_ptr + row).to(tl.int64) - seqlen + token
     at = first + token  # row in memory, from the begin of the sequence or the packed tensor
     # Positions past the table of angles use its last row: a wrong angle, but a load inside the tensor.
     angle = tl.minimum(tl.maximum(position, 0), angles - 1)
@@ -239,36 +207,35 @@ def append_kv_kernel(
     if HAS_Q:  # noqa: SIM102
         if head >= num_heads_kv:
             head_q = head - num_heads_kv
-            x = q_ptr + batch_in_memory * stride_qb + at * stride_qm + head_q * stride_qh
-            x = _head(x, stride_qd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+            x = _token(q_tensor, batch_in_memory, at, head_q)
+            x = _head(x, q_tensor.stride_d, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
             row_out = first + token if IS_VARLEN else batch * seqlen + token
             out = q_out_ptr + (row_out * num_heads_q + head_q) * HEAD_DIM + dims
             tl.store(out, rounded(x, q_out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
     if HAS_KV:  # noqa: SIM102
         if head < num_heads_kv:
             # Nothing is written if a length or a page id is invalid.
-            page_place = position // PAGE_SIZE
+            page_place = position // pages.PAGE_SIZE
             there = (position >= 0) & (page_place < pages_of_a_row)
-            page = tl.load(page_table_ptr + row * stride_table + page_place, mask=there, other=-1)
-            there = there & (page >= 0) & (page < num_pages)
+            page = tl.load(pages.table_ptr + row * pages.stride_table + page_place, mask=there, other=-1)
+            there = there & (page >= 0) & (page < pages.num_pages)
             page = page.to(tl.int64)
-            cell = position % PAGE_SIZE
-            x = k_ptr + batch_in_memory * stride_kb + at * stride_km + head * stride_kh
-            x = _head(x, stride_kd, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
-            out = k_pages_ptr + page * stride_kp + cell * stride_kt + head * stride_ks + dims.to(tl.int64) * stride_ke
-            factor = k_descale_ptr
-            if FACTORS != "":
-                factor += page * stride_fp + cell * stride_ft + head * stride_fs
-            _store_head(x, out, factor, there, dims < HEAD_DIM, FACTORS, LARGEST, SMALLEST)
+            cell = position % pages.PAGE_SIZE
+            x = _token(k_tensor, batch_in_memory, at, head)
+            x = _head(x, k_tensor.stride_d, cos_ptr, sin_ptr, angle, dims, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
+            out = _token(k_pool, page, cell, head) + dims.to(tl.int64) * k_pool.stride_d
+            factor = descales.k.ptr
+            if descales.FACTORS != "":
+                factor = factors_of_cells(descales.k, page, cell, head)
+            _store_head(x, out, factor, there, dims < HEAD_DIM, descales.FACTORS, LARGEST, SMALLEST)
             dims_v = tl.arange(0, BLOCK_DV)
-            x = v_ptr + batch_in_memory * stride_vb + at * stride_vm + head * stride_vh
-            x = _head(x, stride_vd, cos_ptr, sin_ptr, angle, dims_v, HEAD_DIM_V, 0, False)
-            out = v_pages_ptr + page * stride_vp + cell * stride_vt + head * stride_vs
-            out += dims_v.to(tl.int64) * stride_ve
-            factor = v_descale_ptr
-            if FACTORS != "":
-                factor += page * stride_gp + cell * stride_gt + head * stride_gs
-            _store_head(x, out, factor, there, dims_v < HEAD_DIM_V, FACTORS, LARGEST, SMALLEST)
+            x = _token(v_tensor, batch_in_memory, at, head)
+            x = _head(x, v_tensor.stride_d, cos_ptr, sin_ptr, angle, dims_v, HEAD_DIM_V, 0, False)
+            out = _token(v_pool, page, cell, head) + dims_v.to(tl.int64) * v_pool.stride_d
+            factor = descales.v.ptr
+            if descales.FACTORS != "":
+                factor = factors_of_cells(descales.v, page, cell, head)
+            _store_head(x, out, factor, there, dims_v < HEAD_DIM_V, descales.FACTORS, LARGEST, SMALLEST)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -296,16 +263,16 @@ def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
             *new.k_pages.stride(),
             *new.v_pages.stride(),
             new.page_table.stride(0),
+            new.k_pages.shape[0],
+            new.page_table.shape[0],
+            *cache_descales.strides(new.k_descale),
+            *cache_descales.strides(new.v_descale),
             seqlen,
             tokens.shape[0] if packed else 0,
             heads_kv,
             heads_q,
-            new.k_pages.shape[0],
-            new.page_table.shape[0],
             new.page_table.shape[1],
             1 if new.cos is None else new.cos.shape[0],
-            *cache_descales.strides(new.k_descale),
-            *cache_descales.strides(new.v_descale),
         ],
         constants={
             "HEAD_DIM": head_dim,

@@ -12,6 +12,7 @@ the end.
 from __future__ import annotations
 
 from warpwave import problem
+from warpwave.kernels.groups import InUnits, Tokens
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -62,6 +63,12 @@ def _to_nearest(x, BITS: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)) & -(1 << BITS)
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@jit
+def of_head(group, batch, head):
+    """Returns a pointer to what a tensor with strides of batch items and heads has of one head."""
+    return group.ptr + (batch * group.stride_b + head * group.stride_h)
 
 
 @jit
@@ -157,12 +164,15 @@ def key_ranges(
 
 
 @jit
-def in_elements(stride_batch, stride_row, stride_head, UNIT: tl.constexpr):
-    """Returns a stride in elements, in 64 bits: it may exceed 2^31 although the stride in units does not."""
-    return (
-        tl.cast(stride_batch, tl.int64) * UNIT,
-        tl.cast(stride_row, tl.int64) * UNIT,
-        tl.cast(stride_head, tl.int64) * UNIT,
+def in_elements(tensor: InUnits, UNIT: tl.constexpr):
+    """Returns a tensor whose strides count elements, as `Tokens`. They are 64-bit: a stride in elements may exceed 2^31
+    although the stride in units does not."""
+    return Tokens(
+        tensor.ptr,
+        tl.cast(tensor.stride_b, tl.int64) * UNIT,
+        tl.cast(tensor.stride_m, tl.int64) * UNIT,
+        tl.cast(tensor.stride_h, tl.int64) * UNIT,
+        tensor.stride_d,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 
 from warpwave.gpu import current_gpu
 from warpwave.kernels import descales
+from warpwave.kernels.groups import InUnits, OfHeads
 from warpwave.kernels.primitives import in_elements, load_tile, packed_sequence, rounded, tile_pointers
 from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
@@ -66,30 +67,15 @@ def eight_bit(y, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
     return rounded(y, DTYPE)
 
 
-@jit(
-    do_not_specialize=[
-        *("stride_xb", "stride_xn", "stride_xh", "stride_ob", "stride_on", "stride_oh", "stride_fb", "stride_fh"),
-        *("stride_mb", "stride_mh", "seqlen", "total", "num_heads", "num_blocks", "share_clipped"),
-    ]
-)
+@jit(do_not_specialize=["seqlen", "total", "num_heads", "num_blocks", "share_clipped"])
 def quantize_kernel(
-    x_ptr,
-    out_ptr,
-    factor_ptr,
-    mean_ptr,
+    x_tensor: InUnits,
+    out_tensor: InUnits,
+    factor: OfHeads,
+    mean: OfHeads,
     rotation_ptr,
     saturated_ptr,
     cu_seqlens_ptr,
-    stride_xb,
-    stride_xn,
-    stride_xh,
-    stride_ob,
-    stride_on,
-    stride_oh,
-    stride_fb,
-    stride_fh,
-    stride_mb,
-    stride_mh,
     seqlen,
     total,
     num_heads,
@@ -110,7 +96,7 @@ def quantize_kernel(
     """Rounds TOKENS tokens of one head, or finds their largest magnitude.
 
     Args:
-        factor_ptr: written if MODE is "block", read if it is "given". If it is "magnitude" it holds the bits of the
+        factor: written if MODE is "block", read if it is "given". If it is "magnitude" it holds the bits of the
             largest magnitude, and nothing else is written.
     """
     pid = tl.program_id(0)
@@ -118,19 +104,20 @@ def quantize_kernel(
     head = (pid % num_heads).to(tl.int64)
     batch = (pid // num_heads // num_blocks).to(tl.int64)
     # Strides come in units, so that the compiler sees which rows are aligned, and reads and writes 16 bytes at a time.
-    stride_xb, stride_xn, stride_xh = in_elements(stride_xb, stride_xn, stride_xh, STRIDE_UNIT)
-    stride_ob, stride_on, stride_oh = in_elements(stride_ob, stride_on, stride_oh, STRIDE_UNIT)
+    x_tensor = in_elements(x_tensor, STRIDE_UNIT)
+    out_tensor = in_elements(out_tensor, STRIDE_UNIT)
+    x_ptr, out_ptr = x_tensor.ptr, out_tensor.ptr
     if IS_VARLEN:
         begin, seqlen = packed_sequence(cu_seqlens_ptr, batch, seqlen, total)
         if block * TOKENS >= seqlen:
             return
-        x_ptr += begin * stride_xn
-        out_ptr += begin * stride_on
+        x_ptr += begin * x_tensor.stride_m
+        out_ptr += begin * out_tensor.stride_m
     rows = block * TOKENS + tl.arange(0, TOKENS)
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < seqlen)[:, None] & (columns < HEAD_DIM)[None, :]
-    x_ptr += batch * stride_xb + head * stride_xh
-    x = tile_pointers(x_ptr, rows, columns, stride_xn, 1)
+    x_ptr += batch * x_tensor.stride_b + head * x_tensor.stride_h
+    x = tile_pointers(x_ptr, rows, columns, x_tensor.stride_m, 1)
     x = load_tile(x, rows, columns, 0, seqlen, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [TOKENS, BLOCK_D]
     if rotation_ptr is not None:
         mixed = tl.arange(0, ROTATED)
@@ -140,14 +127,14 @@ def quantize_kernel(
         x = tl.dot(x, signs, input_precision="ieee") * rotation_scale
         x = tl.reshape(x, [TOKENS, BLOCK_D])
     x = x.to(tl.float32)
-    if mean_ptr is not None:
-        means = mean_ptr + batch * stride_mb + head * stride_mh + columns
+    if mean.ptr is not None:
+        means = mean.ptr + batch * mean.stride_b + head * mean.stride_h + columns
         means = tl.load(means, mask=columns < HEAD_DIM, other=0.0)
         x = tl.where(inside, x - means[None, :], 0.0)
 
-    factor_ptr += batch * stride_fb + head * stride_fh
+    factor_ptr = factor.ptr + batch * factor.stride_b + head * factor.stride_h
     if MODE == "given":
-        factor = tl.load(factor_ptr)
+        unit = tl.load(factor_ptr)
     else:
         magnitudes = tl.abs(x)
         magnitudes = tl.where(magnitudes < float("inf"), magnitudes, float("inf"))  # NaN included
@@ -160,14 +147,14 @@ def quantize_kernel(
             # The bits of positive numbers are ordered like the numbers.
             tl.atomic_max(factor_ptr, largest.to(tl.int32, bitcast=True))
             return
-        factor = factor_of(largest, LARGEST, SMALLEST)
-        tl.store(factor_ptr + block, factor)
-    y = x * tl.math.div_rn(1.0, factor)
+        unit = factor_of(largest, LARGEST, SMALLEST)
+        tl.store(factor_ptr + block, unit)
+    y = x * tl.math.div_rn(1.0, unit)
     if HAS_CLIPPING:
         beyond = tl.sum((tl.abs(y) > LARGEST).to(tl.int32))
         tl.atomic_add(saturated_ptr, beyond.to(tl.int64))
-    out_ptr += batch * stride_ob + head * stride_oh
-    out = tile_pointers(out_ptr, rows, columns, stride_on, 1)
+    out_ptr += batch * out_tensor.stride_b + head * out_tensor.stride_h
+    out = tile_pointers(out_ptr, rows, columns, out_tensor.stride_m, 1)
     tl.store(out, eight_bit(y, out_ptr.dtype.element_ty, LARGEST), mask=inside)
 
 
@@ -361,7 +348,7 @@ def specify(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, bl
         grid=blocks * x.shape[-2] * source.batch,
         tensors=tensors,
         scalars=[
-            *(stride // unit for of_tensor in strides for stride in of_tensor[:3]),
+            *(number for of_tensor in strides for number in (*(stride // unit for stride in of_tensor[:3]), 1)),
             *(factor.stride()[:2] or (0, 0)),
             *of_mean,
             source.seqlen,

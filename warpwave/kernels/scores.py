@@ -9,6 +9,7 @@ kernels have one number per block.
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import ScoreRules, Window
 from warpwave.kernels.primitives import LOG2_E, add_bias, band_visible, tanh
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -24,18 +25,10 @@ def score_bits(
     low,
     high,
     mask_rows,
-    stride_mask_n,
     bias_rows,
-    stride_bias_n,
     slopes_log2,
-    softmax_scale,
-    softcap,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    rules: ScoreRules,
+    window: Window,
 ):
     """Returns scores in bits, minus infinity where hidden.
 
@@ -50,22 +43,23 @@ def score_bits(
         low, high: the band, `low <= key - row <= high`.
         mask_rows, bias_rows: pointers to key 0 of each row, [BLOCK_M], if there is such a tensor.
         slopes_log2: ALiBi's, in bits, [BLOCK_M] or one.
+        window: which edges the band has.
     """
-    if HAS_SOFTCAP:
-        scores = softcap * tanh(raw * (softmax_scale / softcap)) * LOG2_E
+    if rules.HAS_SOFTCAP:
+        scores = rules.softcap * tanh(raw * (rules.softmax_scale / rules.softcap)) * LOG2_E
     else:
-        scores = raw * (softmax_scale * LOG2_E)
+        scores = raw * (rules.softmax_scale * LOG2_E)
     inside = row_inside[:, None] & (keys < key_end)[None, :]
-    if HAS_BIAS:
-        bias = bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n
+    if rules.HAS_BIAS:
+        bias = bias_rows[:, None] + keys.to(tl.int64)[None, :] * rules.bias.stride_n
         bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         scores = add_bias(scores, bias)
-    if HAS_ALIBI:
+    if rules.HAS_ALIBI:
         distance = tl.abs(rows[:, None] + key_offset - keys[None, :])
         scores -= slopes_log2[:, None] * distance.to(tl.float32)
-    visible = inside & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
-    if HAS_MASK:
-        mask = mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n
+    visible = inside & band_visible(rows, keys, low, high, window.HAS_LOW, window.HAS_HIGH)
+    if rules.HAS_MASK:
+        mask = mask_rows[:, None] + keys.to(tl.int64)[None, :] * rules.mask.stride_n
         visible = visible & (tl.load(mask, mask=inside, other=0) != 0)  # [BLOCK_M, BLOCK_N]
     return tl.where(visible, scores, float("-inf"))
 

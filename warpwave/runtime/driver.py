@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
+from warpwave.runtime.parameters import flat
 from warpwave.runtime.triton_or_stub import triton
 
 READ_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -198,7 +199,7 @@ class Launches:
             layout: the kernel's.
             index: of the device.
             grid: number of thread blocks.
-            values: the values of the parameters after the tensors.
+            values: the values of the scalars, one for each `Number` of the layout.
             maps: the tensor maps, in order.
         """
         self.function = layout.function
@@ -237,24 +238,24 @@ class Launches:
         return prepared
 
 
-def layout(compiled: Any, run: Any, values: Sequence[Any], tensors: int) -> Layout | None:
+def layout(compiled: Any, run: Any, values: Sequence[Any]) -> Layout | None:
     """Returns a compiled kernel's layout; None if this version of Triton is not known, or does more for this kernel
     than launch it.
 
     Args:
         compiled: Triton's compiled kernel, its module loaded.
         run: its `run`.
-        values: the value of each parameter of its signature: a number, an `Address`, or a `(TensorMap, Address)`. The
+        values: the value of each parameter of its signature: a `Number`, an `Address`, or a `(TensorMap, Address)`. The
             values of compile-time constants and absent pointers are not read.
     """
-    metadata, signature = compiled.metadata, compiled.src.signature
+    metadata, signature = compiled.metadata, list(flat(compiled.src.signature.values()))
     if not passes_on(run) or getattr(metadata, "num_ctas", 1) != 1 or run.launch_cooperative_grid:
         return None
     if metadata.shared > 228 * 1024 or len(signature) != len(values):
         return None
     made = Layout(compiled.function, metadata.num_warps * 32, metadata.shared, bool(run.launch_pdl))
     encoders = iter(getattr(metadata, "tensordesc_meta", None) or ())
-    for i, (kind, value) in enumerate(zip(signature.values(), values, strict=True)):
+    for kind, value in zip(signature, values, strict=True):
         if kind == "constexpr":
             continue
         if isinstance(value, Address):
@@ -265,7 +266,7 @@ def layout(compiled: Any, run: Any, values: Sequence[Any], tensors: int) -> Layo
                 return None
             made.add_map(plan, address.place, encode)
         elif kind in _FORMATS:
-            made.add_number(i - tensors, _FORMATS[kind])
+            made.add_number(value.place, _FORMATS[kind])
         else:
             return None
     return made.done()
@@ -273,6 +274,13 @@ def layout(compiled: Any, run: Any, values: Sequence[Any], tensors: int) -> Layo
 
 class Address:
     """The place of an address in the launches' keys."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+class Number:
+    """The place of a number in the values of a launch."""
 
     def __init__(self, place: int) -> None:
         self.place = place

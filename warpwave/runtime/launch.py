@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.errors import UnsupportedProblem
-from warpwave.runtime import driver
+from warpwave.runtime import driver, parameters
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.counters import Counters
 from warpwave.runtime.triton_or_stub import INTERPRETED, triton
@@ -36,7 +36,8 @@ class Launch(NamedTuple):
     """All properties of one kernel launch.
 
     Args:
-        kernel: a `triton.jit` function whose parameters are tensors, then scalars, then compile-time constants.
+        kernel: a `triton.jit` function of tensors, scalars and compile-time constants, or of tuples of these
+            (parameters.py).
         grid: number of programs, at most 2^31 - 1.
         tensors: the pointer arguments, in order; None if absent, a `Mapped` if the kernel copies it by TMA.
         scalars: the run-time sizes, strides and floats, in order; None if absent.
@@ -51,9 +52,10 @@ class Launch(NamedTuple):
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
 
-    def pointers(self) -> list[Any]:
-        """Returns the tensors as Triton takes them: a tensor descriptor for each `Mapped`."""
-        return [t.plan.descriptor(t.base) if isinstance(t, Mapped) else t for t in self.tensors]
+    def values(self) -> list[Any]:
+        """Returns the value of each parameter as Triton takes it: a tensor descriptor for each `Mapped`."""
+        tensors = [t.plan.descriptor(t.base) if isinstance(t, Mapped) else t for t in self.tensors]
+        return parameters.in_order(self.kernel, tensors, self.scalars, self.constants)
 
 
 class Mapped(NamedTuple):
@@ -110,7 +112,7 @@ class Family:
         integers = [i for i, value in enumerate(scalars) if value.__class__ is int]
         # Of two indices or more, an itemgetter returns a tuple.
         self._integers = operator.itemgetter(*integers, integers[0]) if integers else lambda _: (0,)
-        specialized = () if INTERPRETED else _specialized(kernel, len(tensors))
+        specialized = () if INTERPRETED else _specialized(kernel)
         self._specialized = [i for i in specialized if scalars[i].__class__ is int]
         self._spec: Launch | None = spec  # until `first`: a family keeps no tensors
 
@@ -153,8 +155,8 @@ class Family:
         elsewhere = functools.partial(self._elsewhere, sizes)
         if not all(take is None or isinstance(take, int) for take in self._given):
             return elsewhere
-        rest = (*scalars, *self._constants.values())
-        return _by_run(grid, self._given, rest, variant.compiled, variant.run, self._device.index, elsewhere)
+        arrange = parameters.arranger(self._kernel)(*scalars)
+        return _by_run(grid, self._given, arrange, variant.compiled, variant.run, self._device.index, elsewhere)
 
     def _starter(self) -> Callable[[driver.Launches, Sizes], Any]:
         """Returns a function that makes launchers of prepared launches. They use Triton's public call if another device
@@ -174,23 +176,25 @@ class Family:
             driver.start_call(),
         )
 
-    def _public(self, sizes: Sizes, arguments: Sequence[torch.Tensor | None]) -> None:
-        """Launches by Triton's own call."""
-        grid, scalars, maps = sizes
+    def _arguments(self, sizes: Sizes, arguments: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Returns what the kernel takes by Triton's own calls."""
+        _, scalars, maps = sizes
         given = self._given.copy()
         for place, plan in zip(self._maps, maps, strict=True):
             given[place] = plan
-        taken = [_taken(take, arguments, self._counters) for take in given]
-        self._kernel[(grid,)](*taken, *scalars, **self._constants, **self._options)
+        tensors = [_taken(take, arguments, self._counters) for take in given]
+        values = parameters.in_order(self._kernel, tensors, scalars, self._constants)
+        return parameters.grouped(self._kernel, values)
 
     def _elsewhere(self, sizes: Sizes, *arguments: torch.Tensor | None) -> None:
         with torch.cuda.device(self._device.index):
             driver.attach(self._device.index)
-            self._public(sizes, arguments)
+            # Not `kernel[grid]`, which would compile again for integers in tuples (parameters.py).
+            self._variant.compiled[(sizes[0], 1, 1)](*self._arguments(sizes, arguments))
 
     def _in_interpreter(self, sizes: Sizes, *arguments: torch.Tensor | None) -> None:
         with _interpreter:
-            self._public(sizes, arguments)
+            self._kernel[(sizes[0],)](*self._arguments(sizes, arguments), **self._options)
 
 
 def _number(take: Take) -> int | None:
@@ -255,14 +259,19 @@ def _maker(numbers: tuple[int, ...], counted: bool) -> Callable[..., Callable[..
 
 
 def _by_run(
-    grid: int, takes: Sequence[Take], rest: tuple[Any, ...], compiled: Any, run: Any, index: int, elsewhere: Launcher
+    grid: int,
+    takes: Sequence[Take],
+    arrange: Callable[..., tuple[Any, ...]],
+    compiled: Any,
+    run: Any,
+    index: int,
+    elsewhere: Launcher,
 ) -> Launcher:
     """Returns a launcher that calls Triton's own with pointers in place of tensors: on AMD, and for kernels that
     driver.py refuses.
 
     Args:
-        rest: the arguments after the pointers. Triton's launcher takes every argument of the signature, including
-            compile-time ones, which it ignores.
+        arrange: makes the arguments from the pointers (`parameters.arranger`).
     """
     function, metadata = compiled.function, compiled.packed_metadata
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
@@ -272,7 +281,7 @@ def _by_run(
         if current_device() != index or hook.calls:
             return elsewhere(*arguments)
         pointers = [None if take is None else arguments[take].data_ptr() for take in takes]  # type: ignore
-        run(grid, 1, 1, current_stream(index), function, metadata, None, None, None, *pointers, *rest)
+        run(grid, 1, 1, current_stream(index), function, metadata, None, None, None, *arrange(*pointers))
 
     return launch
 
@@ -316,11 +325,13 @@ def _compiled_variant(spec: Launch, takes: Sequence[Take], device: torch.device)
     numbers = sorted({n for n in map(_number, takes) if n is not None})
     # The key of a launch: its stream, the addresses of the present arguments, and the counter's.
     places = {number: driver.Address(1 + i) for i, number in enumerate(numbers)}
-    values: list[Any] = []
+    tensors: list[Any] = []
     for take in takes:
         address = places.get(_number(take), driver.Address(1 + len(numbers)))  # type: ignore[arg-type]
-        values.append((take, address) if isinstance(take, tuple) else address)
-    layout = driver.layout(compiled, run, [*values, *spec.scalars, *spec.constants.values()], len(values))
+        tensors.append((take, address) if isinstance(take, tuple) else address)
+    scalars = [driver.Number(i) for i in range(len(spec.scalars))]
+    values = parameters.in_order(spec.kernel, tensors, scalars, spec.constants)
+    layout = driver.layout(compiled, run, values)
     return Variant(compiled, run, layout, numbers)
 
 
@@ -345,28 +356,29 @@ def _key_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> tuple[
         t if t is None else t.variant() if t.__class__ is Mapped else (t.dtype, not t.data_ptr() & 15) for t in tensors
     ]
     numbers = [not -(2**31) <= value < 2**31 for value in scalars if value.__class__ is int]
-    values = [scalars[i] for i in _specialized(kernel, len(tensors))]
+    values = [scalars[i] for i in _specialized(kernel)]
     kinds = [(value == 1, value % 16 == 0) for value in values if value.__class__ is int]
     sources = [take.source + 1000 if isinstance(take, tuple) else take for take in takes]
     return (kernel, device.index, *sources, *classes, *numbers, *kinds, *constants.items(), *options.items())
 
 
 @functools.cache
-def _specialized(kernel: Any, num_tensors: int) -> tuple[int, ...]:
+def _specialized(kernel: Any) -> tuple[int, ...]:
     """Returns the scalars of a kernel that Triton specializes for 1 and for multiples of 16."""
-    scalars = (p for p in kernel.params[num_tensors:] if not p.is_constexpr)
-    return tuple(i for i, parameter in enumerate(scalars) if not parameter.do_not_specialize)
+    scalars = (parameter for parameter in parameters.parameters(kernel) if parameter.kind == "scalar")
+    return tuple(i for i, parameter in enumerate(scalars) if parameter.specialized)
 
 
 def _compile(spec: Launch) -> Any:
     """Returns Triton's compiled kernel for a launch, from its caches if possible."""
-    kernel, _, _, scalars, constants, options = spec
+    kernel, options = spec.kernel, spec.options
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{kernel.__name__} is not compiled for this call yet and a CUDA graph is being captured: make the same "
             "call once before the capture to warm it up"
         )
     start = time.perf_counter()
-    compiled = kernel.warmup(*spec.pointers(), *scalars, **constants, **options, grid=(1,))
+    values = parameters.unspecialized(kernel, spec.values())
+    compiled = kernel.warmup(*parameters.grouped(kernel, values), **options, grid=(1,))
     log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
     return compiled

@@ -10,12 +10,14 @@ from __future__ import annotations
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALISED
 from warpwave.kernels.flash_bwd.tiles import load_lse_log2, load_rows, probabilities, score_gradient, score_tile
+from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
     in_elements,
     key_ranges,
     load_tile,
+    of_head,
     operand,
     product,
     rounded,
@@ -27,61 +29,22 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 @jit(do_not_specialize=[*UNSPECIALISED, "batch_size", "bias_batch", "bias_heads"])
 def flash_bwd_dbias_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dropout_seed_ptr,
-    dout_ptr,
-    lse_ptr,
+    q_tensor: InUnits,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
+    dout_tensor: InUnits,
+    rules: ScoreRules,
+    sequences: Sequences,
+    window: Window,
+    dropout: Dropout,
+    lse_tensor: OfHeads,
     delta_ptr,
     dbias_ptr,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_dob,
-    stride_dom,
-    stride_doh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     batch_size,
     bias_batch,
     bias_heads,
     num_heads_q,
     group_size,
-    window_left,
-    window_right,
-    softmax_scale,
-    softcap,
-    dropout_threshold,
-    dropout_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -89,15 +52,6 @@ def flash_bwd_dbias_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     LSE_IN_BITS: tl.constexpr,
@@ -109,10 +63,11 @@ def flash_bwd_dbias_kernel(
 
     PER_QUERY and PER_KEY state whether the bias has an axis of queries and of keys. Packed calls have no bias.
     """
-    stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
-    stride_kb, stride_kn, stride_kh = in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
-    stride_vb, stride_vn, stride_vh = in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
-    stride_dob, stride_dom, stride_doh = in_elements(stride_dob, stride_dom, stride_doh, STRIDE_UNIT)
+    q_tensor = in_elements(q_tensor, STRIDE_UNIT)
+    k_tensor = in_elements(k_tensor, STRIDE_UNIT)
+    v_tensor = in_elements(v_tensor, STRIDE_UNIT)
+    dout_tensor = in_elements(dout_tensor, STRIDE_UNIT)
+    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
 
     num_tiles_m = 1
     num_tiles_n = 1
@@ -143,62 +98,62 @@ def flash_bwd_dbias_kernel(
     if PER_KEY:
         own_key_end = tl.minimum(own_key_begin + BLOCK_N, seqlen_k)
 
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     first_rows = tl.arange(0, BLOCK_M)
     first_keys = tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if HAS_DROPOUT:
-        dropout_key = load_dropout_key(dropout_seed_ptr)
+    if dropout.HAS_DROPOUT:
+        dropout_key = load_dropout_key(dropout.seed_ptr)
     for item in range((batch_end - batch_begin) * (head_end - head_begin)):
         batch = (batch_begin + item // (head_end - head_begin)).to(tl.int64)
         head = (head_begin + item % (head_end - head_begin)).to(tl.int64)
         kv_head = head // group_size
-        line = batch * stride_lb + head * stride_lh
-        q_pointers = q_ptr + (batch * stride_qb + head * stride_qh)
-        q_pointers = tile_pointers(q_pointers, first_rows, dims, stride_qm, stride_qd)
-        dout_pointers = dout_ptr + (batch * stride_dob + head * stride_doh)
-        dout_pointers = tile_pointers(dout_pointers, first_rows, dims_v, stride_dom, 1)
-        k_pointers = k_ptr + (batch * stride_kb + kv_head * stride_kh)
-        k_pointers = tile_pointers(k_pointers, first_keys, dims, stride_kn, stride_kd)
-        v_pointers = v_ptr + (batch * stride_vb + kv_head * stride_vh)
-        v_pointers = tile_pointers(v_pointers, first_keys, dims_v, stride_vn, stride_vd)
-        mask_of_head = mask_ptr
-        if HAS_MASK:
-            mask_of_head = mask_ptr + (batch * stride_mask_b + head * stride_mask_h)
-        bias_of_head = bias_ptr + (batch * stride_bias_b + head * stride_bias_h)
-        slope_log2 = 0.0
-        if HAS_ALIBI:
-            slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+        line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
+        q_pointers = q_tensor.ptr + (batch * q_tensor.stride_b + head * q_tensor.stride_h)
+        q_pointers = tile_pointers(q_pointers, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d)
+        dout_pointers = dout_tensor.ptr + (batch * dout_tensor.stride_b + head * dout_tensor.stride_h)
+        dout_pointers = tile_pointers(dout_pointers, first_rows, dims_v, dout_tensor.stride_m, 1)
+        k_pointers = k_tensor.ptr + (batch * k_tensor.stride_b + kv_head * k_tensor.stride_h)
+        k_pointers = tile_pointers(k_pointers, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
+        v_pointers = v_tensor.ptr + (batch * v_tensor.stride_b + kv_head * v_tensor.stride_h)
+        v_pointers = tile_pointers(v_pointers, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
+        mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
+        if rules.HAS_MASK:
+            mask_ptr = of_head(rules.mask, batch, head)
+        if rules.HAS_BIAS:
+            bias_ptr = of_head(rules.bias, batch, head)
+        if rules.HAS_ALIBI:
+            slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
         for row_tile in range(row_begin, row_end, BLOCK_M):
             rows = row_tile + first_rows
             row_last = tl.minimum(row_tile + BLOCK_M, seqlen_q) - 1
             key_begin, key_end, first, whole_begin, whole_end = key_ranges(
-                row_tile, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
+                row_tile, row_last, seqlen_k, low, high, BLOCK_N, window.HAS_LOW, window.HAS_HIGH
             )
             row_offset = tl.cast(row_tile, tl.int64)
             q = load_tile(
-                q_pointers + row_offset * stride_qm, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D
+                q_pointers + row_offset * q_tensor.stride_m, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D
             )  # [BLOCK_M, BLOCK_D]
             dout = load_tile(
-                dout_pointers + row_offset * stride_dom, rows, dims_v, 0, seqlen_q, HEAD_DIM_V,
+                dout_pointers + row_offset * dout_tensor.stride_m, rows, dims_v, 0, seqlen_q, HEAD_DIM_V,
                 HEAD_DIM_V < BLOCK_DV,
             )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
             q = operand(q, PRECISION, IS_NVIDIA)
             dout = operand(dout, PRECISION, IS_NVIDIA)
-            lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q, LSE_IN_BITS)  # [BLOCK_M]
+            lse_log2 = load_lse_log2(lse_tensor.ptr + line, rows, 0, seqlen_q, LSE_IN_BITS)  # [BLOCK_M]
             delta = load_rows(delta_ptr + line, rows, 0, seqlen_q, 0.0)  # [BLOCK_M]
             for key_tile in range(tl.maximum(first, own_key_begin), tl.minimum(key_end, own_key_end), BLOCK_N):
                 at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)
                 k = load_tile(
-                    k_pointers + tile_offset * stride_kn, keys, dims, key_begin, key_end, HEAD_DIM,
+                    k_pointers + tile_offset * k_tensor.stride_m, keys, dims, key_begin, key_end, HEAD_DIM,
                     HEAD_DIM < BLOCK_D,
                 )  # [BLOCK_N, BLOCK_D]  # fmt: skip
                 v = load_tile(
-                    v_pointers + tile_offset * stride_vn, keys, dims_v, key_begin, key_end, HEAD_DIM_V,
+                    v_pointers + tile_offset * v_tensor.stride_m, keys, dims_v, key_begin, key_end, HEAD_DIM_V,
                     HEAD_DIM_V < BLOCK_DV,
                 )  # [BLOCK_N, BLOCK_DV]  # fmt: skip
                 k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
@@ -207,18 +162,16 @@ def flash_bwd_dbias_kernel(
                 inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
                 scores, scale, _derivative = score_tile(
                     raw, rows[:, None], keys[None, :], inside, at_edge, low, high, seqlen_k - seqlen_q,
-                    mask_of_head, stride_mask_m, stride_mask_n, bias_of_head, stride_bias_m, stride_bias_n,
-                    slope_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
-                    HAS_SOFTCAP,
+                    mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)
                 dp = product(dout, v, None, PRECISION)  # [BLOCK_M, BLOCK_N]
-                if HAS_DROPOUT:
+                if dropout.HAS_DROPOUT:
                     kept = dropout_keeps(
                         dropout_key, batch, head, row_tile, first_rows[:, None], key_tile, first_keys[None, :],
-                        dropout_threshold,
+                        dropout.threshold,
                     )  # fmt: skip
-                    dp = tl.where(kept, dp * dropout_scale, 0.0)
+                    dp = tl.where(kept, dp * dropout.scale, 0.0)
                 acc += score_gradient(p, dp, delta[:, None], at_edge, True)
 
     # Tiles that share a cell of the bias lie in the same place of acc, or in a row or column of it.

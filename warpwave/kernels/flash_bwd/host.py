@@ -216,23 +216,21 @@ def specify(
     unit = stride_unit(operands, out, dout, outputs)
 
     def in_units(*rows: torch.Tensor | None) -> list[int]:
-        """Returns the strides of batch, token and head of tensors whose last stride is 1; 0 for absent tensors."""
+        """Returns the strides of tensors whose last stride is 1; of absent tensors, 0 in place of the others."""
         given = [(0, 0, 0, 0) if t is None else token_strides(problem, t) for t in rows]
-        return [stride // unit for strides in given for stride in strides[:-1]]
+        return [number for strides in given for number in (*(stride // unit for stride in strides[:-1]), 1)]
 
-    strides: list[int] = []
+    shared: list[int | float | None] = []
     for tensor in operands[:3]:
         *outer, inner = token_strides(problem, tensor)
-        strides += (*(stride // unit for stride in outer), inner)
-    strides += in_units(dout)
-    strides += lse_strides(problem)
-    strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
-    strides += slope_strides(operands.alibi_slopes)
-    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k]
+        shared += (*(stride // unit for stride in outer), inner)
+    shared += in_units(dout)
+    shared += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
+    shared += slope_strides(operands.alibi_slopes)
+    shared += (problem.softmax_scale, problem.softcap)
+    shared += (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
+    shared += (*window(problem), *dropout.scalars(problem.dropout_p), *lse_strides(problem))
     heads = [problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv]
-    rest: list[int | float | None] = [
-        *heads, *window(problem), problem.softmax_scale, problem.softcap, *dropout.scalars(problem.dropout_p)
-    ]  # fmt: skip
 
     def one(
         kernel: Any, blocks: int, tile: Tile, owned: int, scalars: list[int | float | None], constants: dict[str, Any]
@@ -261,7 +259,7 @@ def specify(
         launches.append(
             one(
                 flash_bwd_dq_kernel, blocks, tile, tile.block_m,
-                [*strides, *in_units(out, dq), *lengths, *rest],
+                [*shared, *in_units(out, dq), *heads],
                 {**statistics, **{name: t is not None for name, t in written.items()}},
             )
         )  # fmt: skip
@@ -271,7 +269,7 @@ def specify(
         launches.append(
             one(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
-                [*strides, *in_units(own_dk, own_dv), *lengths, *rest],
+                [*shared, *in_units(own_dk, own_dv), *heads],
                 {"LSE_IN_BITS": own, "WRITE_DK": own_dk is not None, "WRITE_DV": own_dv is not None},
             )
         )  # fmt: skip
@@ -283,7 +281,7 @@ def specify(
         launches.append(
             one(
                 flash_bwd_dbias_kernel, blocks, tile, tile.block_m,
-                [*strides, *lengths, problem.batch, bias_batch, bias_heads, *rest],
+                [*shared, problem.batch, bias_batch, bias_heads, *heads],
                 {"LSE_IN_BITS": own, "PER_QUERY": per_query, "PER_KEY": per_key},
             )
         )  # fmt: skip
@@ -301,7 +299,7 @@ def _tensors(
     """Returns the pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
     (out, lse), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
-    shared = (q, k, v, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed, dout)
+    shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
     of_rows = (lse if lse_log2 is None else lse_log2, delta)
     found: list[tuple[Any, ...]] = []
     if delta is not None:

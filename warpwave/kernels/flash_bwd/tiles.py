@@ -6,6 +6,7 @@ take positions as two-dimensional tensors that broadcast to the tile, so they se
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import ScoreRules, Window
 from warpwave.kernels.primitives import LOG2_E, add_bias, tanh
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -43,20 +44,10 @@ def score_tile(
     high,
     key_offset,
     mask_ptr,
-    stride_mask_m,
-    stride_mask_n,
     bias_ptr,
-    stride_bias_m,
-    stride_bias_n,
     slope_log2,
-    softmax_scale,
-    softcap,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    rules: ScoreRules,
+    window: Window,
 ):
     """Returns scores as the forward computes them, minus infinity where hidden.
 
@@ -68,40 +59,41 @@ def score_tile(
         key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
         mask_ptr, bias_ptr: addresses of the head's first row and key.
+        window: which edges the band has.
 
     Returns:
         scores, scale: scores in bits are `scores * scale`. Multiplying and subtracting the log-sum-exp is one fused
             multiply-add.
         derivative: of the softcap, 1 - tanh^2; 1 without one.
     """
-    scale = softmax_scale * LOG2_E
+    scale = rules.softmax_scale * LOG2_E
     derivative = 1.0
     scores = raw
-    if HAS_SOFTCAP:
-        squashed = tanh(raw * (softmax_scale / softcap))
+    if rules.HAS_SOFTCAP:
+        squashed = tanh(raw * (rules.softmax_scale / rules.softcap))
         derivative = 1.0 - squashed * squashed
-        scores = softcap * squashed * LOG2_E
+        scores = rules.softcap * squashed * LOG2_E
         scale = 1.0
-    elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
+    elif rules.HAS_MASK or rules.HAS_BIAS or rules.HAS_ALIBI:
         scores = raw * scale
         scale = 1.0
-    if HAS_BIAS:
-        offsets = rows.to(tl.int64) * stride_bias_m + keys.to(tl.int64) * stride_bias_n
+    if rules.HAS_BIAS:
+        offsets = rows.to(tl.int64) * rules.bias.stride_m + keys.to(tl.int64) * rules.bias.stride_n
         bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)
         scores = add_bias(scores, bias)
-    if HAS_ALIBI:
+    if rules.HAS_ALIBI:
         scores -= slope_log2 * tl.abs(rows + key_offset - keys).to(tl.float32)
     if at_edge:
         distance = keys - rows
         visible = inside
-        if HAS_LOW:
+        if window.HAS_LOW:
             visible = visible & (distance >= low)
-        if HAS_HIGH:
+        if window.HAS_HIGH:
             visible = visible & (distance <= high)
         scores = tl.where(visible, scores * scale, float("-inf"))
         scale = 1.0
-    if HAS_MASK:
-        offsets = rows.to(tl.int64) * stride_mask_m + keys.to(tl.int64) * stride_mask_n
+    if rules.HAS_MASK:
+        offsets = rows.to(tl.int64) * rules.mask.stride_m + keys.to(tl.int64) * rules.mask.stride_n
         shown = tl.load(mask_ptr + offsets, mask=inside, other=0)
         scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, scale, derivative

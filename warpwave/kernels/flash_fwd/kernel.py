@@ -44,6 +44,7 @@ from warpwave.kernels.descales import float8_out, probabilities
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
 from warpwave.kernels.flash_fwd.costs import cost
+from warpwave.kernels.groups import Descales, Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.prepass import split_ahead
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.kernels.primitives import (
@@ -55,6 +56,7 @@ from warpwave.kernels.primitives import (
     key_ranges,
     load_parts,
     load_tile,
+    of_head,
     only_rows,
     operand,
     packed_sequence,
@@ -76,91 +78,30 @@ NEEDS_GPU = True
 STRIDED_OUT = True
 QUANTIZED = True
 MAX_HEAD_DIM = 256
-# Arguments that the compiler must not specialize on; otherwise new lengths would recompile. These are sizes, and every
-# stride whose alignment is already in its unit or is not useful.
-UNSPECIALISED = [
-    *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
-    *("stride_vh", "stride_ob", "stride_om", "stride_oh", "stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h"),
-    *("stride_bias_b", "stride_bias_h", "stride_alibi_b", "stride_alibi_h", "stride_kp", "stride_vp", "seqlen_q"),
-    *("seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left", "window_right", "heads_in_l2"),
-    *("dropout_threshold", "stride_q_descale_b", "stride_q_descale_g", "stride_q_descale_h", "stride_q_descale_n"),
-    *("stride_k_descale_b", "stride_k_descale_h", "stride_k_descale_n"),
-    *("stride_v_descale_b", "stride_v_descale_h", "stride_v_descale_n"),
-]
+# Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
+UNSPECIALISED = ["stride_kp", "stride_vp", "num_heads_q", "group_size", "heads_in_l2"]
 
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
 @jit(do_not_specialize=UNSPECIALISED)
 def flash_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
+    q_tensor: InUnits,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
+    out_tensor: InUnits,
+    lse_tensor: OfHeads,
+    rules: ScoreRules,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dropout_seed_ptr,
-    q_descale_ptr,
-    k_descale_ptr,
-    v_descale_ptr,
-    out_descale_ptr,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
+    sequences: Sequences,
+    window: Window,
+    dropout: Dropout,
+    descales: Descales,
     stride_kp,
     stride_vp,
-    stride_q_descale_b,
-    stride_q_descale_g,
-    stride_q_descale_h,
-    stride_q_descale_n,
-    stride_k_descale_b,
-    stride_k_descale_h,
-    stride_k_descale_n,
-    stride_v_descale_b,
-    stride_v_descale_h,
-    stride_v_descale_n,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     num_heads_q,
     group_size,
-    window_left,
-    window_right,
     heads_in_l2,
-    softmax_scale,
-    softcap,
-    dropout_threshold,
-    dropout_scale,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -168,42 +109,25 @@ def flash_fwd_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT_AHEAD: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    P_SCALE: tl.constexpr,
-    LARGEST_OUT: tl.constexpr,
 ):
     """Processes one tile of queries of one head.
 
     The grid has one dimension because 65,535 is the limit of the others. Neighboring programs share K and V through L2.
     """
-    # Strides come in units. The compiler only recognizes multiples of 16, and the units let it see that rows of 40 or
-    # 80 elements are 16-byte aligned. Otherwise they are read one element at a time.
-    stride_qb, stride_qm, stride_qh = in_elements(stride_qb, stride_qm, stride_qh, STRIDE_UNIT)
-    stride_kb, stride_kn, stride_kh = in_elements(stride_kb, stride_kn, stride_kh, STRIDE_UNIT)
-    stride_vb, stride_vn, stride_vh = in_elements(stride_vb, stride_vn, stride_vh, STRIDE_UNIT)
-    stride_ob, stride_om, stride_oh = in_elements(stride_ob, stride_om, stride_oh, STRIDE_UNIT)
+    q_tensor = in_elements(q_tensor, STRIDE_UNIT)
+    k_tensor = in_elements(k_tensor, STRIDE_UNIT)
+    v_tensor = in_elements(v_tensor, STRIDE_UNIT)
+    out_tensor = in_elements(out_tensor, STRIDE_UNIT)
 
     # Position of this program -----------------------------------------------------------------------------------------
-    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    num_tiles = tl.cdiv(sequences.seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
-    if HAS_HIGH:
+    if window.HAS_HIGH:
         # Longest first, so that the last to start are the shortest, over all heads whose K and V fit L2 together. The
         # incomplete group of heads comes first: as the last, its longest tiles would start when all others have ended.
         all_heads = tl.num_programs(0) // num_tiles
@@ -221,81 +145,86 @@ def flash_fwd_kernel(
     batch = (batch_head // num_heads_q).to(tl.int64)
     kv_head = head // group_size
 
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr = q_tensor.ptr, k_tensor.ptr, v_tensor.ptr, out_tensor.ptr, lse_tensor.ptr
+    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
+        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
         if tile * BLOCK_M >= seqlen_q:
             return
-        q_ptr += q_begin * stride_qm
-        k_ptr += k_begin * stride_kn
-        v_ptr += k_begin * stride_vn
-        out_ptr += q_begin * stride_om
+        q_ptr += q_begin * q_tensor.stride_m
+        k_ptr += k_begin * k_tensor.stride_m
+        v_ptr += k_begin * v_tensor.stride_m
+        out_ptr += q_begin * out_tensor.stride_m
         if WRITE_LSE:
             lse_ptr += q_begin
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
-    out_ptr += batch * stride_ob + head * stride_oh
+    q_ptr += batch * q_tensor.stride_b + head * q_tensor.stride_h
+    k_ptr += batch * k_tensor.stride_b + kv_head * k_tensor.stride_h
+    v_ptr += batch * v_tensor.stride_b + kv_head * v_tensor.stride_h
+    out_ptr += batch * out_tensor.stride_b + head * out_tensor.stride_h
     if WRITE_LSE:
-        lse_ptr += batch * stride_lb + head * stride_lh
-    if HAS_MASK:
-        mask_ptr += batch * stride_mask_b + head * stride_mask_h
-    if HAS_BIAS:
-        bias_ptr += batch * stride_bias_b + head * stride_bias_h
+        lse_ptr += batch * lse_tensor.stride_b + head * lse_tensor.stride_h
+    mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
+    if rules.HAS_MASK:
+        mask_ptr = of_head(rules.mask, batch, head)
+    if rules.HAS_BIAS:
+        bias_ptr = of_head(rules.bias, batch, head)
+    if rules.HAS_ALIBI:
+        slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
 
     # The band of visible keys, low <= key - row <= high (problem.Band), and the ranges into which it cuts the keys.
     last_key_offset = seqlen_k - seqlen_q
-    low = last_key_offset - window_left
-    high = last_key_offset + window_right
-    if TOP_LEFT:
+    low = last_key_offset - window.left
+    high = last_key_offset + window.right
+    if window.TOP_LEFT:
         high = tl.minimum(high, 0)
     row_begin = tile * BLOCK_M
     first_rows = tl.arange(0, BLOCK_M)
     rows = row_begin + first_rows
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
     key_begin, key_end, first, whole_begin, whole_end = key_ranges(
-        row_begin, row_last, seqlen_k, low, high, BLOCK_N, HAS_LOW, HAS_HIGH
+        row_begin, row_last, seqlen_k, low, high, BLOCK_N, window.HAS_LOW, window.HAS_HIGH
     )
 
     # State of the online softmax --------------------------------------------------------------------------------------
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
-    q = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
+    q = tile_pointers(q_ptr, rows, dims, q_tensor.stride_m, q_tensor.stride_d)
     q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
     q = operand(q, PRECISION, IS_NVIDIA)
     first_keys = tl.arange(0, BLOCK_N)
-    k_pointers = tile_pointers(k_ptr, first_keys, dims, stride_kn, stride_kd)
-    v_pointers = tile_pointers(v_ptr, first_keys, dims_v, stride_vn, stride_vd)
+    k_pointers = tile_pointers(k_ptr, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
+    v_pointers = tile_pointers(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    scale = softmax_scale
+    scale = rules.softmax_scale
     scale_log2 = scale * LOG2_E
-    if QUANTIZED:
+    if descales.QUANTIZED:
         # A tile of queries, or of keys, is inside one block of tokens, so it has one factor. It joins the scale.
         member = head - kv_head * group_size
-        q_descale_ptr += batch * stride_q_descale_b + kv_head * stride_q_descale_g + member * stride_q_descale_h
-        scale_of_tile = softmax_scale * tl.load(q_descale_ptr + row_begin // Q_BLOCK * stride_q_descale_n)
-        k_descale_ptr += batch * stride_k_descale_b + kv_head * stride_k_descale_h
+        of_q, of_k = descales.q, descales.k
+        q_descale_ptr = of_q.ptr + batch * of_q.stride_b + kv_head * of_q.stride_g + member * of_q.stride_h
+        q_descale = tl.load(q_descale_ptr + row_begin // descales.Q_BLOCK * of_q.stride_n)
+        scale_of_tile = rules.softmax_scale * q_descale
+        k_descale_ptr = of_k.ptr + batch * of_k.stride_b + kv_head * of_k.stride_h
         # int8 values are exact in float16, in which they are multiplied. Matrix units mix the two kinds of float8, of
         # which e4m3 has one bit more.
         V_DTYPE: tl.constexpr = v_ptr.dtype.element_ty
         P_DTYPE: tl.constexpr = (
             tl.float16 if V_DTYPE == tl.int8 else tl.float8e4nv if V_DTYPE == tl.float8e5 else V_DTYPE
         )
-    if v_descale_ptr is not None:
-        v_descale_ptr += batch * stride_v_descale_b + kv_head * stride_v_descale_h
-    if HAS_DROPOUT:
-        dropout_key = load_dropout_key(dropout_seed_ptr)
-    if HAS_ALIBI:
-        slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+    if descales.v.ptr is not None:
+        v_descale_ptr = descales.v.ptr + batch * descales.v.stride_b + kv_head * descales.v.stride_h
+    if dropout.HAS_DROPOUT:
+        dropout_key = load_dropout_key(dropout.seed_ptr)
 
     for key_tile in range(first, key_end, BLOCK_N):
         at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
         keys = key_tile + first_keys
         tile_offset = tl.cast(key_tile, tl.int64)
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
-        k = k_pointers + tile_offset * stride_kn
+        k = k_pointers + tile_offset * k_tensor.stride_m
         if SPLIT_AHEAD:
             k = load_parts(k, stride_kp, keys, dims, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_D], each
         else:
@@ -303,71 +232,71 @@ def flash_fwd_kernel(
             k = operand(k, PRECISION, IS_NVIDIA)
         k = transposed(k, PRECISION)
         scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if QUANTIZED:
+        if descales.QUANTIZED:
             scores = scores.to(tl.float32)  # sums of products of int8 are int32, and exact in float32
-            scale = scale_of_tile * tl.load(k_descale_ptr + key_tile // K_BLOCK * stride_k_descale_n)
+            scale = scale_of_tile * tl.load(k_descale_ptr + key_tile // descales.K_BLOCK * descales.k.stride_n)
             scale_log2 = scale * LOG2_E
 
         # The remaining factor that converts scores to bits. If anything is added or hidden, scores are converted first:
         # a scale of 0 is legal and 0 * -inf is NaN. Otherwise the scale is part of the softmax's fused multiply-add,
         # one instruction less for each score.
         scale_left = scale_log2
-        if HAS_SOFTCAP:
-            scores = softcap * tanh(scores * (scale / softcap)) * LOG2_E
+        if rules.HAS_SOFTCAP:
+            scores = rules.softcap * tanh(scores * (scale / rules.softcap)) * LOG2_E
             scale_left = 1.0
-        elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
+        elif rules.HAS_MASK or rules.HAS_BIAS or rules.HAS_ALIBI:
             scores = scores * scale_log2
             scale_left = 1.0
         inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
-        if HAS_BIAS:
-            offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
-            bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        if rules.HAS_BIAS:
+            bias_pointers = tile_pointers(bias_ptr, rows, keys, rules.bias.stride_m, rules.bias.stride_n)
+            bias = tl.load(bias_pointers, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
             scores = add_bias(scores, bias)
-        if HAS_ALIBI:
+        if rules.HAS_ALIBI:
             distance = tl.abs(rows[:, None] + last_key_offset - keys[None, :])
             scores -= slope_log2 * distance.to(tl.float32)
         if at_edge:
-            visible = band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH) & (keys < key_end)[None, :]
+            visible = band_visible(rows, keys, low, high, window.HAS_LOW, window.HAS_HIGH) & (keys < key_end)[None, :]
             scores = tl.where(visible, scores * scale_left, float("-inf"))
             scale_left = 1.0
-        if HAS_MASK:
-            offsets = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
-            shown = tl.load(mask_ptr + offsets, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+        if rules.HAS_MASK:
+            mask_pointers = tile_pointers(mask_ptr, rows, keys, rules.mask.stride_m, rules.mask.stride_n)
+            shown = tl.load(mask_pointers, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
             scores = tl.where(shown != 0, scores, float("-inf"))
 
         p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
-        if HAS_DROPOUT:
+        if dropout.HAS_DROPOUT:
             # After the sum: the log-sum-exp is that of the softmax without dropout.
             kept = dropout_keeps(
                 dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
-                dropout_threshold,
+                dropout.threshold,
             )  # fmt: skip
             p = tl.where(kept, p, 0.0)
-        v = v_pointers + tile_offset * stride_vn
+        v = v_pointers + tile_offset * v_tensor.stride_m
         if SPLIT_AHEAD:
             v = load_parts(v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_DV], each
-            if HAS_MASK or HAS_BIAS:
+            if rules.HAS_MASK or rules.HAS_BIAS:
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                 v = only_rows(v, seen != 0, PRECISION)
         else:
             v = load_tile(v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-            if HAS_MASK or HAS_BIAS:
+            if rules.HAS_MASK or rules.HAS_BIAS:
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                 v = tl.where((seen != 0)[:, None], v, tl.zeros_like(v))
-            if QUANTIZED:
-                p = probabilities(p, P_DTYPE, P_SCALE)
+            if descales.QUANTIZED:
+                p = probabilities(p, P_DTYPE, descales.P_SCALE)
                 v = v.to(p.dtype) if V_DTYPE == tl.int8 else v
             else:
                 p = p.to(v.dtype)
             v = operand(v, PRECISION, IS_NVIDIA)
         p = operand(p, PRECISION, IS_NVIDIA)
-        if v_descale_ptr is None:
+        if descales.v.ptr is None:
             acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
         else:
             # Hopper's matrix unit accumulates float8 products in few bits: the sum over all keys is kept outside of it.
             of_tile = product(p, v, None, PRECISION)  # [BLOCK_M, BLOCK_DV]
-            v_factor = tl.load(v_descale_ptr + key_tile // V_BLOCK * stride_v_descale_n)
+            v_factor = tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)
             acc = acc * alpha[:, None] + of_tile * v_factor
 
     if HAS_SINKS:
@@ -382,13 +311,13 @@ def flash_fwd_kernel(
         m_i = m_new
     # A row that saw no key has sum 0: its output is 0 and its log-sum-exp minus infinity.
     out = acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
-    if HAS_DROPOUT:
-        out = out * dropout_scale
-    if QUANTIZED:
-        out = out * (1.0 / P_SCALE)
-        if out_descale_ptr is not None:
-            out = float8_out(out, out_descale_ptr, LARGEST_OUT)
-    offsets = rows.to(tl.int64)[:, None] * stride_om + dims_v[None, :]
+    if dropout.HAS_DROPOUT:
+        out = out * dropout.scale
+    if descales.QUANTIZED:
+        out = out * (1.0 / descales.P_SCALE)
+        if descales.out_ptr is not None:
+            out = float8_out(out, descales.out_ptr, descales.LARGEST_OUT)
+    offsets = rows.to(tl.int64)[:, None] * out_tensor.stride_m + dims_v[None, :]
     inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
     if WRITE_LSE:
@@ -498,31 +427,30 @@ def _scalars(
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     unit = stride_unit(operands, out)
     strides: list[int] = []
-    for tensor in operands[:3]:
+    for tensor in (*operands[:3], out):
         *outer, inner = token_strides(problem, tensor)
-        strides += (*(stride // unit for stride in outer), inner)
-    strides += (stride // unit for stride in token_strides(problem, out)[:-1])
+        strides += (*(stride // unit for stride in outer), 1 if tensor is out else inner)
     strides += lse_strides(problem)
     strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
     strides += slope_strides(operands.alibi_slopes)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return [
         *strides,
-        stride_kp,
-        stride_vp,
-        *descales.strides(problem, operands),
+        problem.softmax_scale,
+        problem.softcap,
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,
         problem.total_k,
+        *window(problem),
+        *dropout.scalars(problem.dropout_p),
+        *descales.strides(problem, operands),
+        stride_kp,
+        stride_vp,
         problem.num_heads_q,
         problem.num_heads_q // problem.num_heads_kv,
-        *window(problem),
         # At most the number of heads: tiles times heads is a program id, which must not overflow.
         min(problem.batch * problem.num_heads_q, max(1, L2_BYTES // max(1, kv_bytes))),
-        problem.softmax_scale,
-        problem.softcap,
-        *dropout.scalars(problem.dropout_p),
     ]
 
 

@@ -5,12 +5,14 @@ Bound: L2 and shared memory; see host.py.
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import OfHeads, Pages, ScoreRules, Sequences, Splits, Tokens, Window
 from warpwave.kernels.paged_keys import cached_sequence, pages_of
 from warpwave.kernels.partials import inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
     load_tile,
+    of_head,
     operand,
     packed_sequence,
     product,
@@ -22,11 +24,7 @@ from warpwave.kernels.primitives import (
 from warpwave.kernels.scores import score_bits, without_unseen
 from warpwave.runtime.triton_or_stub import jit, tl
 
-UNSPECIALISED = [
-    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
-    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_units", "group_size", "window_left"),
-    *("window_right", "num_splits", "rows_heads", "stride_table", "num_pages", "num_rows"),
-]
+UNSPECIALISED = ["num_units", "group_size", "rows_heads"]
 
 
 @jit
@@ -39,64 +37,20 @@ def _load_piece(row_pointers, rows, row_begin, row_end, first, stride_d, WIDTH: 
 
 @jit(do_not_specialize=UNSPECIALISED)
 def large_head_dim_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    acc_ptr,
-    state_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
+    q_tensor: Tokens,
+    k_tensor: Tokens,
+    v_tensor: Tokens,
+    out_tensor: Tokens,
+    lse_tensor: OfHeads,
+    splits: Splits,
+    rules: ScoreRules,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    page_table_ptr,
-    seqused_k_ptr,
-    rows_ptr,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    sequences: Sequences,
+    window: Window,
+    pages: Pages,
     num_units,
     group_size,
-    window_left,
-    window_right,
-    num_splits,
     rows_heads,
-    stride_table,
-    num_pages,
-    num_rows,
-    softmax_scale,
-    softcap,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -109,17 +63,7 @@ def large_head_dim_kernel(
     Q_RESIDENT: tl.constexpr,
     V_IN_K: tl.constexpr,
     SPLIT: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
@@ -130,63 +74,64 @@ def large_head_dim_kernel(
     """
     # Position of this program -----------------------------------------------------------------------------------------
     pieces: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
-    num_tiles = tl.cdiv(seqlen_q * HEADS, BLOCK_M)
+    num_tiles = tl.cdiv(sequences.seqlen_q * HEADS, BLOCK_M)
     pid = tl.program_id(0)
     part = pid % V_PARTS  # neighbors read the same keys
-    split = pid // V_PARTS % num_splits
-    pid = pid // V_PARTS // num_splits
+    split = pid // V_PARTS % splits.num_splits
+    pid = pid // V_PARTS // splits.num_splits
     tile = num_tiles - 1 - pid % num_tiles  # longest first if causal
     unit = (pid // num_tiles % num_units).to(tl.int64)
     batch = (pid // num_tiles // num_units).to(tl.int64)
     kv_head = unit * HEADS // group_size
+    q_ptr, k_ptr, v_ptr, out_ptr = q_tensor.ptr, k_tensor.ptr, v_tensor.ptr, out_tensor.ptr
+    lse_ptr, page_table_ptr = lse_tensor.ptr, pages.table_ptr
+    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
     first_row = batch * seqlen_q  # over all sequences: the row where a split stores its state
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
         if tile * BLOCK_M >= seqlen_q * HEADS:
             return
-        q_ptr += q_begin * stride_qm
-        out_ptr += q_begin * stride_om
+        q_ptr += q_begin * q_tensor.stride_m
+        out_ptr += q_begin * out_tensor.stride_m
         first_row = q_begin
         if WRITE_LSE:
             lse_ptr += q_begin
-    if PAGE_SIZE > 0:
-        page_table_ptr, seqlen_k = cached_sequence(
-            page_table_ptr, seqused_k_ptr, rows_ptr, batch, stride_table, seqlen_k, num_rows, HAS_ROWS
-        )
-    elif IS_VARLEN:
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        k_ptr += k_begin * stride_kn
-        v_ptr += k_begin * stride_vn
+    if pages.PAGE_SIZE > 0:
+        page_table_ptr, seqlen_k = cached_sequence(pages, batch, seqlen_k)
+    elif sequences.IS_VARLEN:
+        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
+        k_ptr += k_begin * k_tensor.stride_m
+        v_ptr += k_begin * v_tensor.stride_m
     else:
-        k_ptr += batch * stride_kb
-        v_ptr += batch * stride_vb
+        k_ptr += batch * k_tensor.stride_b
+        v_ptr += batch * v_tensor.stride_b
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = lines // HEADS
     heads = unit * HEADS + lines % HEADS  # 64-bit
     row_inside = rows < seqlen_q
     row_offsets = rows.to(tl.int64)
-    q_rows = q_ptr + (batch * stride_qb + row_offsets * stride_qm + heads * stride_qh)  # [BLOCK_M]
-    k_ptr += kv_head * stride_kh
-    v_ptr += kv_head * stride_vh
-    mask_rows = mask_ptr
-    bias_rows = bias_ptr
-    slopes_log2 = softmax_scale
-    if HAS_MASK:
-        mask_rows = mask_ptr + (batch * stride_mask_b + heads * stride_mask_h + row_offsets * stride_mask_m)
-    if HAS_BIAS:
-        bias_rows = bias_ptr + (batch * stride_bias_b + heads * stride_bias_h + row_offsets * stride_bias_m)
-    if HAS_ALIBI:
-        slopes = alibi_slopes_ptr + (batch * stride_alibi_b + heads * stride_alibi_h)
+    q_rows = q_ptr + (
+        batch * q_tensor.stride_b + row_offsets * q_tensor.stride_m + heads * q_tensor.stride_h
+    )  # [BLOCK_M]
+    k_ptr += kv_head * k_tensor.stride_h
+    v_ptr += kv_head * v_tensor.stride_h
+    mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
+    if rules.HAS_MASK:
+        mask_rows = of_head(rules.mask, batch, heads) + row_offsets * rules.mask.stride_m
+    if rules.HAS_BIAS:
+        bias_rows = of_head(rules.bias, batch, heads) + row_offsets * rules.bias.stride_m
+    if rules.HAS_ALIBI:
+        slopes = of_head(rules.alibi_slopes, batch, heads)
         slopes_log2 = tl.load(slopes, mask=row_inside, other=0.0) * LOG2_E
 
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
     row_begin = tile * BLOCK_M // HEADS
     row_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, seqlen_q - 1)
-    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     first = key_begin // BLOCK_N * BLOCK_N
     last = key_end
     if SPLIT:
-        tiles_a_split = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), num_splits)
+        tiles_a_split = tl.cdiv(tl.cdiv(tl.maximum(key_end - first, 0), BLOCK_N), splits.num_splits)
         first += split * tiles_a_split * BLOCK_N
         last = tl.minimum(first + tiles_a_split * BLOCK_N, key_end)
 
@@ -194,7 +139,7 @@ def large_head_dim_kernel(
     if Q_RESIDENT:
         q = ()
         for c in tl.static_range(pieces):
-            piece = _load_piece(q_rows, rows, 0, seqlen_q, c * BLOCK_D, stride_qd, HEAD_DIM, BLOCK_D)
+            piece = _load_piece(q_rows, rows, 0, seqlen_q, c * BLOCK_D, q_tensor.stride_d, HEAD_DIM, BLOCK_D)
             q = q + (operand(piece, PRECISION, IS_NVIDIA),)  # type: ignore[assignment]  # [BLOCK_M, BLOCK_D] each
     accs = ()
     for _ in tl.static_range(V_PIECES):
@@ -206,20 +151,20 @@ def large_head_dim_kernel(
     for key_tile in range(first, last, BLOCK_N):
         keys = key_tile + tl.arange(0, BLOCK_N)
         # Keys that no row of the tile sees are not read: NaN there must have no effect.
-        if PAGE_SIZE > 0:
+        if pages.PAGE_SIZE > 0:
             inside = (keys >= key_begin) & (keys < key_end)
-            pages = pages_of(page_table_ptr, key_tile, keys, inside, num_pages, PAGE_SIZE, BLOCK_N)
-            cells = (keys % PAGE_SIZE).to(tl.int64)
-            k_rows = k_ptr + (pages * stride_kb + cells * stride_kn)
-            v_rows = v_ptr + (pages * stride_vb + cells * stride_vn)
+            there = pages_of(page_table_ptr, key_tile, keys, inside, pages.num_pages, pages.PAGE_SIZE, BLOCK_N)
+            cells = (keys % pages.PAGE_SIZE).to(tl.int64)
+            k_rows = k_ptr + (there * k_tensor.stride_b + cells * k_tensor.stride_m)
+            v_rows = v_ptr + (there * v_tensor.stride_b + cells * v_tensor.stride_m)
         else:
-            k_rows = k_ptr + keys.to(tl.int64) * stride_kn
-            v_rows = v_ptr + keys.to(tl.int64) * stride_vn
+            k_rows = k_ptr + keys.to(tl.int64) * k_tensor.stride_m
+            v_rows = v_ptr + keys.to(tl.int64) * v_tensor.stride_m
         raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         values = ()
         if Q_RESIDENT:
             for c in tl.static_range(pieces):
-                k = _load_piece(k_rows, keys, key_begin, key_end, c * BLOCK_D, stride_kd, HEAD_DIM, BLOCK_D)
+                k = _load_piece(k_rows, keys, key_begin, key_end, c * BLOCK_D, k_tensor.stride_d, HEAD_DIM, BLOCK_D)
                 raw = product(q[c], transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION), raw, PRECISION)
                 if V_IN_K and c < V_PIECES:
                     values = values + (k,)  # type: ignore[assignment]  # [BLOCK_N, BLOCK_V]
@@ -227,27 +172,28 @@ def large_head_dim_kernel(
             # Values are requested before the scores are summed, so that the load overlaps.
             for j in tl.static_range(V_PIECES):
                 column = first_column + j * BLOCK_V
-                v = _load_piece(v_rows, keys, key_begin, key_end, column, stride_vd, HEAD_DIM_V, BLOCK_V)
+                v = _load_piece(v_rows, keys, key_begin, key_end, column, v_tensor.stride_d, HEAD_DIM_V, BLOCK_V)
                 values = values + (v,)  # type: ignore[assignment]
             for d in range(0, HEAD_DIM, BLOCK_D):
-                a = _load_piece(q_rows, rows, 0, seqlen_q, d, stride_qd, HEAD_DIM, BLOCK_D)  # [BLOCK_M, BLOCK_D]
-                k = _load_piece(k_rows, keys, key_begin, key_end, d, stride_kd, HEAD_DIM, BLOCK_D)
+                a = _load_piece(
+                    q_rows, rows, 0, seqlen_q, d, q_tensor.stride_d, HEAD_DIM, BLOCK_D
+                )  # [BLOCK_M, BLOCK_D]
+                k = _load_piece(k_rows, keys, key_begin, key_end, d, k_tensor.stride_d, HEAD_DIM, BLOCK_D)
                 k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
                 raw = product(operand(a, PRECISION, IS_NVIDIA), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
         scores = score_bits(
-            raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
-            stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
-            HAS_SOFTCAP,
+            raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2,
+            rules, window,
         )  # fmt: skip
         p, alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
         new_accs = ()
         for j in tl.static_range(V_PIECES):
             if Q_RESIDENT and not V_IN_K:
                 column = first_column + j * BLOCK_V
-                v = _load_piece(v_rows, keys, key_begin, key_end, column, stride_vd, HEAD_DIM_V, BLOCK_V)
+                v = _load_piece(v_rows, keys, key_begin, key_end, column, v_tensor.stride_d, HEAD_DIM_V, BLOCK_V)
             else:
                 v = values[j]
-            if HAS_MASK or HAS_BIAS:
+            if rules.HAS_MASK or rules.HAS_BIAS:
                 v = without_unseen(v, scores)
             weights = operand(p.to(v.dtype), PRECISION, IS_NVIDIA)
             acc = product(
@@ -260,10 +206,10 @@ def large_head_dim_kernel(
     if SPLIT:
         slots = split * tl.cast(rows_heads, tl.int64) + (first_row + row_offsets) * (num_units * HEADS) + heads
         if part == 0:
-            states = state_ptr + (split * tl.cast(rows_heads, tl.int64) + slots)
+            states = splits.state_ptr + (split * tl.cast(rows_heads, tl.int64) + slots)
             tl.store(states, m_i, mask=row_inside)
             tl.store(states + rows_heads, l_i, mask=row_inside)
-        out_rows = acc_ptr + slots * HEAD_DIM_V
+        out_rows = splits.acc_ptr + slots * HEAD_DIM_V
         row_inside = row_inside & (l_i != 0.0)  # the merge does not read the others
     else:
         scale = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -273,10 +219,12 @@ def large_head_dim_kernel(
             sink_log2 = tl.load(sinks_ptr + heads, mask=row_inside, other=0.0) * LOG2_E
             m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
         scale = scale * inverse_sum(l_i)
-        out_rows = out_ptr + (batch * stride_ob + row_offsets * stride_om + heads * stride_oh)
+        out_rows = out_ptr + (
+            batch * out_tensor.stride_b + row_offsets * out_tensor.stride_m + heads * out_tensor.stride_h
+        )
         if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
             if part == 0:
-                lse_rows = lse_ptr + (batch * stride_lb + heads * stride_lh + row_offsets)
+                lse_rows = lse_ptr + (batch * lse_tensor.stride_b + heads * lse_tensor.stride_h + row_offsets)
                 tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
     for j in tl.static_range(V_PIECES):
         columns = first_column + j * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -3,6 +3,7 @@ sequence that are in use."""
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import Sequences, Window
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
@@ -38,22 +39,23 @@ def item_of_slot(slot, cu_seqlens_ptr, total, batch, BLOCK_ROWS: tl.constexpr):
 
 
 @jit
-def rows_in_use(
-    item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-    IS_KEYS: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
-):  # fmt: skip
+def rows_in_use(item, sequences: Sequences, window: Window, IS_KEYS: tl.constexpr):
     """Returns where a sequence begins, and its rows in use [low_row, high_row): for keys those that some query sees, as
     in hopper/visible.py."""
-    begin_q, length_q = begin_and_length(cu_seqlens_q_ptr, item, seqlen_q, total_q, PACKED)
+    begin_q, length_q = begin_and_length(
+        sequences.cu_seqlens_q_ptr, item, sequences.seqlen_q, sequences.total_q, sequences.IS_VARLEN
+    )
     if IS_KEYS:
-        begin, length = begin_and_length(cu_seqlens_k_ptr, item, seqlen_k, total_k, PACKED)
+        begin, length = begin_and_length(
+            sequences.cu_seqlens_k_ptr, item, sequences.seqlen_k, sequences.total_k, sequences.IS_VARLEN
+        )
         low_row = 0
         high_row = length
-        if HAS_LOW:
-            low_row = tl.minimum(tl.maximum(length - length_q - window_left, 0), length)
-        if HAS_HIGH:
-            high = length - length_q + window_right
-            if TOP_LEFT:
+        if window.HAS_LOW:
+            low_row = tl.minimum(tl.maximum(length - length_q - window.left, 0), length)
+        if window.HAS_HIGH:
+            high = length - length_q + window.right
+            if window.TOP_LEFT:
                 high = tl.minimum(high, 0)
             high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)
         return begin, low_row, high_row

@@ -22,6 +22,7 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.arguments import padded
+from warpwave.kernels.groups import InUnits, Sequences, Window
 from warpwave.kernels.prepass.in_use import item_of_slot, rows_in_use
 from warpwave.kernels.prepass.split_ahead import operand_strides
 from warpwave.kernels.primitives import IN_INTERPRETER
@@ -35,18 +36,14 @@ LARGEST_EXPONENT = tl.constexpr(14)  # of a scaled magnitude: 2^15 and the round
 # (hopper/split_float32.py).
 MOST_SCALED = tl.constexpr(115)
 BLOCK_ROWS = tl.constexpr(64)  # rows of a tile; for Q, those of a consumer of the forward, which have one scale
-UNSPECIALISED = [
-    *("stride_qb", "stride_qn", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
-    *("stride_vh", "seqlen_q", "seqlen_k", "total_q", "total_k", "batch", "num_heads_q", "num_heads_kv", "tiles_q"),
-    *("tiles_k", "window_left", "window_right"),
-]
+UNSPECIALISED = ["batch", "num_heads_q", "num_heads_kv", "tiles_q", "tiles_k"]
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.constexpr, PACKED: tl.constexpr):
+def _place(tile, sequences: Sequences, heads, batch, IS_KEYS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Returns the position of tile number `tile` of an operand.
 
     Returns:
@@ -54,7 +51,10 @@ def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.con
         first: its first row within the sequence, possibly past the end.
         number, step: the number of the head's first tile, and the distance between its tiles.
     """
-    if PACKED:
+    cu_seqlens_ptr, seqlen, total = sequences.cu_seqlens_q_ptr, sequences.seqlen_q, sequences.total_q
+    if IS_KEYS:
+        cu_seqlens_ptr, seqlen, total = sequences.cu_seqlens_k_ptr, sequences.seqlen_k, sequences.total_k
+    if sequences.IS_VARLEN:
         slot = tile // heads
         head = tile % heads
         item, first_slot = item_of_slot(slot, cu_seqlens_ptr, total, batch, BLOCK_ROWS)
@@ -67,17 +67,18 @@ def _place(tile, cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS: tl.con
 
 @jit
 def _load_rows(
-    x_ptr, item, head, begin, first, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    tensor: InUnits, item, head, begin, first, low_row, high_row, UNIT: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Loads ROWS rows of one head from `first` on, zero outside the rows in use and past WIDTH."""
     rows = first + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     # Strides come in units, so that the compiler sees that rows are aligned, and reads 16 bytes at a time.
-    base = item.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    offsets = (base + (begin + rows).to(tl.int64) * stride_n)[:, None] * UNIT + dims.to(tl.int64)[None, :] * stride_d
+    base = item.to(tl.int64) * tensor.stride_b + head.to(tl.int64) * tensor.stride_h
+    offsets = (base + (begin + rows).to(tl.int64) * tensor.stride_m)[:, None] * UNIT
+    offsets += dims.to(tl.int64)[None, :] * tensor.stride_d
     inside = ((rows >= low_row) & (rows < high_row))[:, None] & (dims < WIDTH)[None, :]
-    return tl.load(x_ptr + offsets, mask=inside, other=0.0)
+    return tl.load(tensor.ptr + offsets, mask=inside, other=0.0)
 
 
 @jit
@@ -108,55 +109,36 @@ def _half_part(x, IS_NVIDIA: tl.constexpr):
 
 @jit
 def _maximum_of_tile(
-    tile, x_ptr, own_cu_seqlens_ptr, maxima_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_b, stride_n, stride_h,
-    stride_d, heads, seqlen, total, seqlen_q, seqlen_k, total_q, total_k, batch, window_left, window_right,
-    IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
+    tile, tensor: InUnits, maxima_ptr, sequences: Sequences, window: Window, heads, batch, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Returns the largest finite magnitude of one tile's rows in use."""
-    item, head, first, _, _ = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
-    begin, low_row, high_row = rows_in_use(
-        item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        IS_KEYS, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
-    )  # fmt: skip
-    x = _load_rows(
-        x_ptr, item, head, begin, first, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT, WIDTH,
-        BLOCK_ROWS, BLOCK_D,
-    )  # fmt: skip
+    item, head, first, _, _ = _place(tile, sequences, heads, batch, True, BLOCK_ROWS)
+    begin, low_row, high_row = rows_in_use(item, sequences, window, True)
+    x = _load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
     tl.store(maxima_ptr + tile, _largest(x))
 
 
 @jit
 def _scale_tile(
-    tile, x_ptr, own_cu_seqlens_ptr, parts_ptr, maxima_ptr, inverse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_b,
-    stride_n, stride_h, stride_d, heads, seqlen, total, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-    window_right, IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, OWN_MAXIMUM: tl.constexpr,
-    OWN_ROWS: tl.constexpr, IS_NVIDIA: tl.constexpr, PACKED: tl.constexpr, HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr, TOP_LEFT: tl.constexpr,
+    tile, tensor: InUnits, parts_ptr, maxima_ptr, inverse_ptr, sequences: Sequences, window: Window, heads, batch,
+    IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, OWN_MAXIMUM: tl.constexpr, OWN_ROWS: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile in parts: rows of ROW elements, zero past WIDTH, the parts of a head adjacent. A tile of Q has
     its own scale and writes its inverse; the inverse of a head of K or V is written by the tile with the first row in
     use. Rows not in use are not written."""
-    item, head, first, number, step = _place(tile, own_cu_seqlens_ptr, heads, seqlen, total, batch, BLOCK_ROWS, PACKED)
-    begin, low_row, high_row = rows_in_use(
-        item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        IS_KEYS, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
-    )  # fmt: skip
+    item, head, first, number, step = _place(tile, sequences, heads, batch, IS_KEYS, BLOCK_ROWS)
+    begin, low_row, high_row = rows_in_use(item, sequences, window, IS_KEYS)
     if (first < high_row) & (first + BLOCK_ROWS > low_row):
-        x = _load_rows(
-            x_ptr, item, head, begin, first, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT, WIDTH,
-            BLOCK_ROWS, BLOCK_D,
-        )  # fmt: skip
+        x = _load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
         largest = tl.full((), 0.0, tl.float32)
         if not IS_KEYS:
             largest = _largest(x)
         elif OWN_MAXIMUM:
             for row in range(low_row, high_row, OWN_ROWS):
-                others = _load_rows(
-                    x_ptr, item, head, begin, row, low_row, high_row, stride_b, stride_n, stride_h, stride_d, UNIT,
-                    WIDTH, OWN_ROWS, BLOCK_D,
-                )  # fmt: skip
+                others = _load_rows(tensor, item, head, begin, row, low_row, high_row, UNIT, WIDTH, OWN_ROWS, BLOCK_D)
                 largest = tl.maximum(largest, _largest(others))
         else:
             first_tile, last_tile = low_row // BLOCK_ROWS, (high_row - 1) // BLOCK_ROWS
@@ -174,10 +156,11 @@ def _scale_tile(
         rows = first + tl.arange(0, BLOCK_ROWS)
         dims = tl.arange(0, BLOCK_D)
         batch_head = head.to(tl.int64)
-        rows_of_head = total
-        if not PACKED:
+        if sequences.IS_VARLEN:
+            rows_of_head = sequences.total_k if IS_KEYS else sequences.total_q
+        else:
             batch_head += item.to(tl.int64) * heads
-            rows_of_head = seqlen
+            rows_of_head = sequences.seqlen_k if IS_KEYS else sequences.seqlen_q
         inside = ((rows >= low_row) & (rows < high_row))[:, None] & (dims < ROW)[None, :]
         for i in tl.static_range(PARTS):
             part, x = _half_part(x, IS_NVIDIA)
@@ -187,37 +170,19 @@ def _scale_tile(
 
 @jit(do_not_specialize=UNSPECIALISED)
 def maxima_kernel(
-    k_ptr,
-    v_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
+    sequences: Sequences,
+    window: Window,
     maxima_ptr,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     batch,
     num_heads_kv,
     tiles_k,
-    window_left,
-    window_right,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
     """Computes the largest finite magnitude of every tile of K, then of V, one number per program."""
@@ -227,54 +192,32 @@ def maxima_kernel(
     pid = tl.program_id(0)
     if pid < tiles_k:
         _maximum_of_tile(
-            pid, k_ptr, cu_seqlens_k_ptr, maxima_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_kb, stride_kn,
-            stride_kh, stride_kd, num_heads_kv, seqlen_k, total_k, seqlen_q, seqlen_k, total_q, total_k, batch,
-            window_left, window_right, True, UNIT, HEAD_DIM, BLOCK_ROWS, BLOCK_D, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
-        )  # fmt: skip
+            pid, k_tensor, maxima_ptr, sequences, window, num_heads_kv, batch, UNIT, HEAD_DIM, BLOCK_ROWS, BLOCK_D
+        )
     else:
         _maximum_of_tile(
-            pid - tiles_k, v_ptr, cu_seqlens_k_ptr, maxima_ptr + tiles_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-            stride_vb, stride_vn, stride_vh, stride_vd, num_heads_kv, seqlen_k, total_k, seqlen_q, seqlen_k, total_q,
-            total_k, batch, window_left, window_right, True, UNIT, HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV, PACKED, HAS_LOW,
-            HAS_HIGH, TOP_LEFT,
+            pid - tiles_k, v_tensor, maxima_ptr + tiles_k, sequences, window, num_heads_kv, batch, UNIT, HEAD_DIM_V,
+            BLOCK_ROWS, BLOCK_DV,
         )  # fmt: skip
 
 
 @jit(do_not_specialize=UNSPECIALISED)
 def scale_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
+    q_tensor: InUnits,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
+    sequences: Sequences,
+    window: Window,
     q_parts_ptr,
     k_parts_ptr,
     v_parts_ptr,
     inverses_ptr,
     maxima_ptr,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     batch,
     num_heads_q,
     num_heads_kv,
     tiles_q,
     tiles_k,
-    window_left,
-    window_right,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -286,10 +229,6 @@ def scale_kernel(
     OWN_MAXIMUM: tl.constexpr,
     OWN_ROWS: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
     """Writes Q, K and V in scaled float16 parts, and the inverses of the scales: (sequence, num_heads_kv, 2), of k and
@@ -301,27 +240,20 @@ def scale_kernel(
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if pid < tiles_q:
         _scale_tile(
-            pid, q_ptr, cu_seqlens_q_ptr, q_parts_ptr, maxima_ptr, inverses_ptr + batch * num_heads_kv * 2,
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-            stride_qb, stride_qn, stride_qh, stride_qd, num_heads_q, seqlen_q, total_q, seqlen_q, seqlen_k, total_q,
-            total_k, batch, window_left, window_right, False, UNIT, HEAD_DIM, ROW, PARTS, BLOCK_ROWS,
-            BLOCK_D, OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
+            pid, q_tensor, q_parts_ptr, maxima_ptr, inverses_ptr + batch * num_heads_kv * 2, sequences, window,
+            num_heads_q, batch, False, UNIT, HEAD_DIM, ROW, PARTS, BLOCK_ROWS, BLOCK_D, OWN_MAXIMUM, OWN_ROWS,
+            IS_NVIDIA,
         )  # fmt: skip
     elif pid < tiles_q + tiles_k:
         _scale_tile(
-            pid - tiles_q, k_ptr, cu_seqlens_k_ptr, k_parts_ptr, maxima_ptr, inverses_ptr,
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_kb, stride_kn, stride_kh, stride_kd, num_heads_kv, seqlen_k,
-            total_k, seqlen_q, seqlen_k, total_q, total_k, batch, window_left, window_right, True, UNIT,
-            HEAD_DIM, ROW, PARTS, BLOCK_ROWS, BLOCK_D, OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA, PACKED, HAS_LOW, HAS_HIGH,
-            TOP_LEFT,
+            pid - tiles_q, k_tensor, k_parts_ptr, maxima_ptr, inverses_ptr, sequences, window, num_heads_kv, batch,
+            True, UNIT, HEAD_DIM, ROW, PARTS, BLOCK_ROWS, BLOCK_D, OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA,
         )  # fmt: skip
     else:
         _scale_tile(
-            pid - tiles_q - tiles_k, v_ptr, cu_seqlens_k_ptr, v_parts_ptr, maxima_ptr + tiles_k,
-            inverses_ptr + 1, cu_seqlens_q_ptr, cu_seqlens_k_ptr, stride_vb, stride_vn,
-            stride_vh, stride_vd, num_heads_kv, seqlen_k, total_k, seqlen_q, seqlen_k, total_q, total_k, batch,
-            window_left, window_right, True, UNIT, HEAD_DIM_V, ROW_V, PARTS, BLOCK_ROWS, BLOCK_DV,
-            OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
+            pid - tiles_q - tiles_k, v_tensor, v_parts_ptr, maxima_ptr + tiles_k, inverses_ptr + 1, sequences, window,
+            num_heads_kv, batch, True, UNIT, HEAD_DIM_V, ROW_V, PARTS, BLOCK_ROWS, BLOCK_DV, OWN_MAXIMUM, OWN_ROWS,
+            IS_NVIDIA,
         )  # fmt: skip
 
 
@@ -384,13 +316,12 @@ def specify(
     tiles_q, tiles_k = num_tiles(problem)
     strides, unit = operand_strides(problem, operands[:3])
     cu_seqlens = (operands.cu_seqlens_q, operands.cu_seqlens_k)
-    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.batch]
-    window = arguments.window(problem)
+    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *arguments.window(problem)]
     widths = {"UNIT": unit, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v}
     blocks = {"BLOCK_D": padded(shapes[0][-1]), "BLOCK_DV": padded(shapes[2][-1])}
     widest = max(blocks.values())
     ahead = gpu.arch == "sm_90" and not INTERPRETED  # programmatic dependent launch
-    band = {"PACKED": problem.packed, **arguments.band_constants(problem), "LAUNCHED_AHEAD": ahead}
+    band = {"IS_VARLEN": problem.packed, **arguments.band_constants(problem), "LAUNCHED_AHEAD": ahead}
     # 32 elements a thread, or 64 if every program scans its head, which it reads at once.
     options = {"num_warps": max(4, widest // 16), "num_stages": 1, "enable_fp_fusion": False}
     options |= {"launch_pdl": True} if ahead else {}
@@ -401,7 +332,7 @@ def specify(
                 kernel=maxima_kernel,
                 grid=2 * tiles_k,
                 tensors=(*operands[1:3], *cu_seqlens, maxima),
-                scalars=[*strides[4:], *lengths, problem.num_heads_kv, tiles_k, *window],
+                scalars=[*strides[4:], *lengths, problem.batch, problem.num_heads_kv, tiles_k],
                 constants=widths | blocks | band,
                 options=options,
             )
@@ -420,7 +351,7 @@ def specify(
             grid=tiles_q + 2 * tiles_k,
             # A pointer with arithmetic on it must not be absent: the inverses replace maxima that are never read.
             tensors=(*operands[:3], *cu_seqlens, *parts, inverses, inverses if maxima is None else maxima),
-            scalars=[*strides, *lengths, problem.num_heads_q, problem.num_heads_kv, tiles_q, tiles_k, *window],
+            scalars=[*strides, *lengths, problem.batch, problem.num_heads_q, problem.num_heads_kv, tiles_q, tiles_k],
             constants=widths | of_parts | blocks | how | band,
             options=options,
         )

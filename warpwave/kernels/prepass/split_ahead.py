@@ -14,6 +14,7 @@ import torch
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, token_strides
+from warpwave.kernels.groups import InUnits
 from warpwave.kernels.primitives import operand
 from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime import launch
@@ -21,18 +22,17 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 PARTS = {"bf16x3": 2, "bf16x6": 3}  # parts of an operand, if products are bfloat16
 SPLIT_UNSPECIALISED = [
-    *("stride_qb", "stride_qn", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
-    *("stride_vh", "seqlen", "seqlen_q", "seqlen_k", "num_rows", "rows_q", "rows_k", "num_heads", "num_heads_q"),
-    *("num_heads_kv", "tiles_q", "tiles_k"),
+    *("seqlen", "num_rows", "num_heads", "seqlen_q", "seqlen_k", "rows_q", "rows_k", "num_heads_q", "num_heads_kv"),
+    *("tiles_q", "tiles_k"),
 ]
 SPLIT_ROWS = 32  # rows of an operand per program
 
 
 @jit
 def _split_tile(
-    x_ptr, parts_ptr, tile, stride_b, stride_n, stride_h, stride_d, seqlen, num_rows, num_heads, rows_of_head,
-    rows_of_part, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
+    tensor: InUnits, parts_ptr, tile, seqlen, num_rows, num_heads, rows_of_head, rows_of_part, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, ROW: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Splits BLOCK_ROWS rows of an operand, counted over heads and batches, into parts: rows of ROW elements, zero past
     WIDTH, `rows_of_head` of them from one head to the next and `rows_of_part` from one part to the next."""
@@ -40,10 +40,10 @@ def _split_tile(
     dims = tl.arange(0, BLOCK_D)
     batch_head, token = (rows // seqlen).to(tl.int64), (rows % seqlen).to(tl.int64)
     # Strides come in units, so that the compiler sees that rows are aligned, and reads 16 bytes at a time.
-    begins = batch_head // num_heads * stride_b + batch_head % num_heads * stride_h + token * stride_n
-    begins = begins[:, None] * UNIT + dims.to(tl.int64)[None, :] * stride_d
+    begins = batch_head // num_heads * tensor.stride_b + batch_head % num_heads * tensor.stride_h
+    begins = (begins + token * tensor.stride_m)[:, None] * UNIT + dims.to(tl.int64)[None, :] * tensor.stride_d
     there = (rows < num_rows)[:, None]
-    x = tl.load(x_ptr + begins, mask=there & (dims < WIDTH)[None, :], other=0.0)
+    x = tl.load(tensor.ptr + begins, mask=there & (dims < WIDTH)[None, :], other=0.0)
     parts = operand(x, PRECISION, IS_NVIDIA)  # [BLOCK_ROWS, BLOCK_D]
     to = parts_ptr + ((batch_head * rows_of_head + token) * ROW)[:, None] + dims[None, :]
     there = there & (dims < ROW)[None, :]
@@ -53,18 +53,10 @@ def _split_tile(
 
 @jit(do_not_specialize=SPLIT_UNSPECIALISED)
 def split_kernel(
-    k_ptr,
-    v_ptr,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
     k_parts_ptr,
     v_parts_ptr,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
     seqlen,
     num_rows,
     num_heads,
@@ -82,36 +74,24 @@ def split_kernel(
     tile = tl.program_id(0) // 2
     if tl.program_id(0) % 2 == 0:
         _split_tile(
-            k_ptr, k_parts_ptr, tile, stride_kb, stride_kn, stride_kh, stride_kd, seqlen, num_rows, num_heads, seqlen,
+            k_tensor, k_parts_ptr, tile, seqlen, num_rows, num_heads, seqlen,
             num_rows, UNIT, HEAD_DIM, BLOCK_D, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
         )  # fmt: skip
     else:
         _split_tile(
-            v_ptr, v_parts_ptr, tile, stride_vb, stride_vn, stride_vh, stride_vd, seqlen, num_rows, num_heads, seqlen,
+            v_tensor, v_parts_ptr, tile, seqlen, num_rows, num_heads, seqlen,
             num_rows, UNIT, HEAD_DIM_V, BLOCK_DV, BLOCK_ROWS, BLOCK_DV, PRECISION, IS_NVIDIA,
         )  # fmt: skip
 
 
 @jit(do_not_specialize=SPLIT_UNSPECIALISED)
 def split_all_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    q_tensor: InUnits,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
     q_parts_ptr,
     k_parts_ptr,
     v_parts_ptr,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
     seqlen_q,
     seqlen_k,
     rows_q,
@@ -137,17 +117,17 @@ def split_all_kernel(
     pid = tl.program_id(0)
     if pid < tiles_q:
         _split_tile(
-            q_ptr, q_parts_ptr, pid, stride_qb, stride_qn, stride_qh, stride_qd, seqlen_q, rows_q, num_heads_q,
+            q_tensor, q_parts_ptr, pid, seqlen_q, rows_q, num_heads_q,
             seqlen_q * PARTS, seqlen_q, UNIT, HEAD_DIM, ROW, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
         )  # fmt: skip
     elif pid < tiles_q + tiles_k:
         _split_tile(
-            k_ptr, k_parts_ptr, pid - tiles_q, stride_kb, stride_kn, stride_kh, stride_kd, seqlen_k, rows_k,
+            k_tensor, k_parts_ptr, pid - tiles_q, seqlen_k, rows_k,
             num_heads_kv, seqlen_k * PARTS, seqlen_k, UNIT, HEAD_DIM, ROW, BLOCK_ROWS, BLOCK_D, PRECISION, IS_NVIDIA,
         )  # fmt: skip
     else:
         _split_tile(
-            v_ptr, v_parts_ptr, pid - tiles_q - tiles_k, stride_vb, stride_vn, stride_vh, stride_vd, seqlen_k, rows_k,
+            v_tensor, v_parts_ptr, pid - tiles_q - tiles_k, seqlen_k, rows_k,
             num_heads_kv, seqlen_k * PARTS, seqlen_k, UNIT, HEAD_DIM_V, ROW_V, BLOCK_ROWS, BLOCK_DV, PRECISION,
             IS_NVIDIA,
         )  # fmt: skip

@@ -19,16 +19,14 @@ import torch
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
+from warpwave.kernels.groups import InUnits, Sequences, Window
 from warpwave.kernels.prepass.in_use import item_of_slot, rows_in_use
 from warpwave.problem import AttentionProblem, QuantizedOperands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 KEYS = tl.constexpr(128)  # keys of a slot: the longest tile of the attention
-UNSPECIALISED = [
-    *("stride_vb", "stride_vn", "stride_vh", "seqlen_q", "seqlen_k", "total_q", "total_k", "batch", "num_heads"),
-    *("num_slots", "window_left", "window_right"),
-]
+UNSPECIALISED = ["batch", "num_heads", "num_slots"]
 
 
 @jit
@@ -44,30 +42,16 @@ def _row_of_bytes(
 
 @jit(do_not_specialize=UNSPECIALISED)
 def transpose_values_kernel(
-    v_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
+    v_tensor: InUnits,
+    sequences: Sequences,
+    window: Window,
     out_ptr,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     batch,
     num_heads,
     num_slots,
-    window_left,
-    window_right,
     UNIT: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     LAUNCHES_AHEAD: tl.constexpr,
 ):
     """Writes one slot of one head, unless no query sees any of its keys. `num_slots` are those of a head."""
@@ -75,8 +59,8 @@ def transpose_values_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0) % num_heads
     place = tl.program_id(0) // num_heads
-    if PACKED:
-        item, first_slot = item_of_slot(place, cu_seqlens_k_ptr, total_k, batch, KEYS)
+    if sequences.IS_VARLEN:
+        item, first_slot = item_of_slot(place, sequences.cu_seqlens_k_ptr, sequences.total_k, batch, KEYS)
         row = head.to(tl.int64)
         slot = place
         first = (slot - first_slot) * KEYS
@@ -85,16 +69,13 @@ def transpose_values_kernel(
         row = item.to(tl.int64) * num_heads + head
         slot = place % num_slots
         first = slot * KEYS
-    begin, low_row, high_row = rows_in_use(
-        item, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
-        True, PACKED, HAS_LOW, HAS_HIGH, TOP_LEFT,
-    )  # fmt: skip
+    begin, low_row, high_row = rows_in_use(item, sequences, window, True)
     if (first < high_row) & (first + KEYS > low_row):
         words = tl.arange(0, KEYS // 4)
         dims = tl.arange(0, BLOCK_D)
         keys = first + words // 4 * 16 + words % 4 * 2
-        bytes_ptr = v_ptr.to(tl.pointer_type(tl.uint8))
-        bytes_ptr += (item.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh) * UNIT
+        bytes_ptr = v_tensor.ptr.to(tl.pointer_type(tl.uint8))
+        bytes_ptr += (item.to(tl.int64) * v_tensor.stride_b + head.to(tl.int64) * v_tensor.stride_h) * UNIT
         packed = tl.zeros([KEYS // 4, BLOCK_D], tl.int32)
         for i in tl.static_range(4):
             row_of_word = _row_of_bytes(
@@ -104,8 +85,8 @@ def transpose_values_kernel(
                 low_row,
                 high_row,
                 dims,
-                stride_vn,
-                stride_vd,
+                v_tensor.stride_m,
+                v_tensor.stride_d,
                 HEAD_DIM_V,
                 UNIT,
             )
@@ -141,10 +122,10 @@ def specify(
         tensors=(operands.v, operands.cu_seqlens_q, operands.cu_seqlens_k, transposed),
         scalars=[
             *(stride // unit for stride in outer), inner, problem.seqlen_q, problem.seqlen_k, problem.total_q,
-            problem.total_k, problem.batch, heads, slots, *arguments.window(problem),
+            problem.total_k, *arguments.window(problem), problem.batch, heads, slots,
         ],
         constants={
-            "UNIT": unit, "HEAD_DIM_V": width, "BLOCK_D": block_d, "PACKED": problem.packed,
+            "UNIT": unit, "HEAD_DIM_V": width, "BLOCK_D": block_d, "IS_VARLEN": problem.packed,
             **arguments.band_constants(problem),
             "LAUNCHES_AHEAD": gpu.arch == "sm_90" and not INTERPRETED,
         },

@@ -6,7 +6,17 @@ Keys are one split of the keys that the rows see, in pages of a pool or contiguo
 
 from __future__ import annotations
 
-from warpwave.kernels.paged_keys import cached_sequence, page_ids, pages_named
+from warpwave.kernels.groups import (
+    CacheDescales,
+    InUnits,
+    Pages,
+    Pairs,
+    ScoreRules,
+    Sequences,
+    Splits,
+    Window,
+)
+from warpwave.kernels.paged_keys import cached_sequence, factors_of_cells, page_ids, pages_named
 from warpwave.kernels.partials import await_launch_before_knowing, inverse_sum, join, lse_of, lse_offset
 from warpwave.kernels.primitives import (
     IN_INTERPRETER,
@@ -15,8 +25,10 @@ from warpwave.kernels.primitives import (
     band_edges,
     band_visible,
     halves,
+    in_elements,
     in_float16,
     load_tile,
+    of_head,
     operand,
     packed_sequence,
     product,
@@ -35,13 +47,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 # Small weights matter beside an attention sink: a key with most of the weight and a value near 0.
 WEIGHT = tl.constexpr(2.0**15)
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
-UNSPECIALISED = [
-    *("stride_qb", "stride_qm", "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn"),
-    *("stride_vh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
-    *("stride_alibi_h", "stride_table", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_kv", "window_left"),
-    *("window_right", "num_splits", "first_key", "num_pages", "num_rows", "lse_rows"),
-    *("stride_fp", "stride_ft", "stride_fs", "stride_gp", "stride_gt", "stride_gs"),
-]
+UNSPECIALISED = ["num_heads_kv", "first_key", "lse_rows"]
 
 
 @jit
@@ -73,13 +79,11 @@ def _store_rows(ptr, row_head, acc, in_range, dims_v, HEAD_DIM_V: tl.constexpr):
 
 
 @jit
-def _store_part(
-    acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V: tl.constexpr
-):  # fmt: skip
+def _store_part(splits: Splits, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V: tl.constexpr):
     """Stores the partial result of the rows over one part of the keys, for the merge."""
-    _store_rows(acc_ptr, part * rows_heads + row_head, acc, in_range, dims_v, HEAD_DIM_V)
-    tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
-    tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
+    _store_rows(splits.acc_ptr, part * rows_heads + row_head, acc, in_range, dims_v, HEAD_DIM_V)
+    tl.store(splits.state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
+    tl.store(splits.state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
 
 
 @jit
@@ -192,71 +196,32 @@ def _map_tile(map, outer, row, kv_head, ROWS: tl.constexpr, COLUMNS: tl.constexp
     return tile
 
 
+@jit
+def _pairs_of_rows(pairs: Pairs, batch, heads, queries, keys):
+    """Returns pointers to a mask or bias of rows and keys, [BLOCK_M, BLOCK_N]."""
+    rows = batch * pairs.stride_b + heads * pairs.stride_h + queries.to(tl.int64) * pairs.stride_m
+    return pairs.ptr + (rows[:, None] + keys.to(tl.int64)[None, :] * pairs.stride_n)
+
+
 @jit(do_not_specialize=UNSPECIALISED)
 def split_kv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    acc_ptr,
-    state_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    page_table_ptr,
-    seqused_k_ptr,
-    rows_ptr,
-    k_descale_ptr,
-    v_descale_ptr,
     k_map,
     v_map,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    stride_table,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    q_tensor: InUnits,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
+    out_ptr,
+    lse_ptr,
+    splits: Splits,
+    rules: ScoreRules,
+    sinks_ptr,
+    sequences: Sequences,
+    window: Window,
+    pages: Pages,
+    descales: CacheDescales,
     num_heads_kv,
-    window_left,
-    window_right,
-    num_splits,
     first_key,
-    num_pages,
-    num_rows,
     lse_rows,
-    softmax_scale,
-    softcap,
-    stride_fp,
-    stride_ft,
-    stride_fs,
-    stride_gp,
-    stride_gt,
-    stride_gs,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -265,18 +230,8 @@ def split_kv_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     ALIKE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
     IN_PARTS: tl.constexpr,
     PIECES: tl.constexpr,
     WRITE_LSE: tl.constexpr,
@@ -285,7 +240,6 @@ def split_kv_kernel(
     LAUNCHED_AHEAD: tl.constexpr,
     BY_MAP: tl.constexpr,
     ONE_STEP: tl.constexpr,
-    FACTORS: tl.constexpr,
     FLOAT8: tl.constexpr,
     IN_WORDS: tl.constexpr,
 ):
@@ -297,7 +251,17 @@ def split_kv_kernel(
     multiply what is float32: of K the scores, of V the output if they belong to heads (FACTORS "head"), or the
     probabilities if they belong to tokens.
     """
+    # Strides come in units, as in flash_fwd, so that the compiler sees that rows are 16-byte aligned. Page strides are
+    # multiplied by their 32-bit factors as they are loaded.
+    k_units = (tl.cast(k_tensor.stride_b, tl.int64), tl.cast(k_tensor.stride_m, tl.int64))
+    v_units = (tl.cast(v_tensor.stride_b, tl.int64), tl.cast(v_tensor.stride_m, tl.int64))
+    q_tensor = in_elements(q_tensor, STRIDE_UNIT)
+    k_tensor = in_elements(k_tensor, STRIDE_UNIT)
+    v_tensor = in_elements(v_tensor, STRIDE_UNIT)
+    q_ptr, k_ptr, v_ptr, page_table_ptr = q_tensor.ptr, k_tensor.ptr, v_tensor.ptr, pages.table_ptr
+
     # Position of this program -----------------------------------------------------------------------------------------
+    seqlen_q, seqlen_k, num_splits = sequences.seqlen_q, sequences.seqlen_k, splits.num_splits
     num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % num_tiles
@@ -311,45 +275,31 @@ def split_kv_kernel(
     batch = batch.to(tl.int64)
     kv_head = kv_head.to(tl.int64)
     first_row = batch * seqlen_q  # counted over all sequences: rows of out are contiguous
-    # Strides come in units, as in flash_fwd, so that the compiler sees that rows are 16-byte aligned. Page strides are
-    # multiplied by their 32-bit factors as they are loaded.
-    k_units = (tl.cast(stride_kb, tl.int64), tl.cast(stride_kn, tl.int64))
-    v_units = (tl.cast(stride_vb, tl.int64), tl.cast(stride_vn, tl.int64))
-    stride_kn = tl.cast(stride_kn, tl.int64) * STRIDE_UNIT
-    stride_vn = tl.cast(stride_vn, tl.int64) * STRIDE_UNIT
-    stride_kb = tl.cast(stride_kb, tl.int64) * STRIDE_UNIT
-    stride_vb = tl.cast(stride_vb, tl.int64) * STRIDE_UNIT
-    stride_qm = tl.cast(stride_qm, tl.int64) * STRIDE_UNIT
-    stride_qh = tl.cast(stride_qh, tl.int64) * STRIDE_UNIT
 
-    if IS_VARLEN:
-        first_row, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
+    if sequences.IS_VARLEN:
+        first_row, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
         if tile * BLOCK_M >= seqlen_q * GROUP_SIZE:
             return
-        q_ptr += first_row * stride_qm
+        q_ptr += first_row * q_tensor.stride_m
     else:
-        q_ptr += batch * (tl.cast(stride_qb, tl.int64) * STRIDE_UNIT)
-    stride_kh = tl.cast(stride_kh, tl.int64) * STRIDE_UNIT
-    stride_vh = tl.cast(stride_vh, tl.int64) * STRIDE_UNIT
-    k_ptr += kv_head * stride_kh
-    v_ptr += kv_head * stride_vh
+        q_ptr += batch * q_tensor.stride_b
+    k_ptr += kv_head * k_tensor.stride_h
+    v_ptr += kv_head * v_tensor.stride_h
     COLUMNS: tl.constexpr = 2 if IN_WORDS else 1  # of what is loaded at once
     UNIT: tl.constexpr = STRIDE_UNIT // COLUMNS
     if IN_WORDS:
         k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     capacity = seqlen_k
-    if PAGE_SIZE > 0:
-        page_table_ptr, seqlen_k = cached_sequence(
-            page_table_ptr, seqused_k_ptr, rows_ptr, batch, stride_table, seqlen_k, num_rows, HAS_ROWS
-        )
-    elif IS_VARLEN:
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        k_ptr += k_begin * stride_kn
-        v_ptr += k_begin * stride_vn
+    if pages.PAGE_SIZE > 0:
+        page_table_ptr, seqlen_k = cached_sequence(pages, batch, seqlen_k)
+    elif sequences.IS_VARLEN:
+        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
+        k_ptr += k_begin * k_tensor.stride_m
+        v_ptr += k_begin * v_tensor.stride_m
     else:
-        k_ptr += batch * stride_kb
-        v_ptr += batch * stride_vb
+        k_ptr += batch * k_tensor.stride_b
+        v_ptr += batch * v_tensor.stride_b
 
     # Rows are the queries of all heads that read the kv head, head fastest, so that a tile of few queries is full.
     tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -357,17 +307,17 @@ def split_kv_kernel(
     heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]
     query_begin = tile * BLOCK_M // GROUP_SIZE
     query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, seqlen_q - 1)
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(query_begin, query_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
+    key_begin, key_end = visible_keys(query_begin, query_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     key_begin = tl.maximum(key_begin, first_key)
     whole_begin = key_begin
     whole_end = key_end
-    if HAS_LOW:
+    if window.HAS_LOW:
         whole_begin = tl.maximum(whole_begin, query_last + low)
-    if HAS_HIGH:
+    if window.HAS_HIGH:
         whole_end = tl.minimum(whole_end, query_begin + high + 1)
     num_heads_q = num_heads_kv * GROUP_SIZE
-    rows_heads = tl.cast(total_q, tl.int64) * num_heads_q
+    rows_heads = tl.cast(sequences.total_q, tl.int64) * num_heads_q
     row_head = (first_row + queries) * num_heads_q + heads  # the row's index in out
     if PIECES > 0:
         first, piece_keys, used, begin, end = _pieces(key_begin, key_end, split, num_splits, PIECES, BLOCK_N)
@@ -382,24 +332,26 @@ def split_kv_kernel(
     dims = tl.arange(0, BLOCK_D // COLUMNS)
     dims_v = tl.arange(0, BLOCK_DV // COLUMNS)
     in_range = queries < seqlen_q
-    q_tile = tile_pointers(q_ptr, queries, COLUMNS * dims, stride_qm, stride_qd) + (heads * stride_qh)[:, None]
+    q_tile = (
+        tile_pointers(q_ptr, queries, COLUMNS * dims, q_tensor.stride_m, q_tensor.stride_d)
+        + (heads * q_tensor.stride_h)[:, None]
+    )
     if not ONE_STEP:
         q, q_power = _load_queries(
-            q_tile, queries, COLUMNS * dims, stride_qd, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS, IN_WORDS,
-            PRECISION, IS_NVIDIA,
+            q_tile, queries, COLUMNS * dims, q_tensor.stride_d, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D,
+            descales.FACTORS, IN_WORDS, PRECISION, IS_NVIDIA,
         )  # fmt: skip
     acc = _zeros(COLUMNS, BLOCK_M, BLOCK_DV // COLUMNS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    scale_log2 = softmax_scale * LOG2_E
-    if HAS_ALIBI:
-        slope_offsets = batch * stride_alibi_b + heads * stride_alibi_h
-        slope_log2 = tl.load(alibi_slopes_ptr + slope_offsets) * LOG2_E  # [BLOCK_M]
+    scale_log2 = rules.softmax_scale * LOG2_E
+    if rules.HAS_ALIBI:
+        slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, heads)) * LOG2_E  # [BLOCK_M]
 
     columns = tl.arange(0, BLOCK_N)
-    if FACTORS == "head":
-        k_factor = tl.load(k_descale_ptr + kv_head * stride_fs)
-        v_factor = tl.load(v_descale_ptr + kv_head * stride_gs) / WEIGHT
+    if descales.FACTORS == "head":
+        k_factor = tl.load(descales.k.ptr + kv_head * descales.k.stride_h)
+        v_factor = tl.load(descales.v.ptr + kv_head * descales.v.stride_h) / WEIGHT
 
     # One loop body, three sections with tensor maps: a first tile that begins with hidden keys, tiles loaded by maps,
     # and a last tile that is followed by another sequence's keys. A map masks nothing: it fills with zeros past the
@@ -408,13 +360,13 @@ def split_kv_kernel(
     if BY_MAP:
         map_begin = tl.cdiv(key_begin, BLOCK_N) * BLOCK_N
         map_end = end // BLOCK_N * BLOCK_N
-        if PAGE_SIZE == 0 and not IS_VARLEN:
+        if pages.PAGE_SIZE == 0 and not sequences.IS_VARLEN:
             map_end = tl.where(end == seqlen_k, end, map_end)
         map_first = tl.where(begin < map_begin, begin + stride, begin)
-    if PAGE_SIZE > 0:
+    if pages.PAGE_SIZE > 0:
         # Load page ids one step ahead of their keys, so that the keys wait neither for the table nor for the length.
         # Computing with the ids happens one step later, because it waits for the load.
-        ids = _ids_of(page_table_ptr, begin, columns, capacity, PAGE_SIZE, BLOCK_N)
+        ids = _ids_of(page_table_ptr, begin, columns, capacity, pages.PAGE_SIZE, BLOCK_N)
     for section in tl.static_range(3 if BY_MAP else 1):
         first_tile, tiles_end = begin, end
         if BY_MAP and section == 0:
@@ -431,77 +383,76 @@ def split_kv_kernel(
             keys = key_tile + columns
             # Keys that no query of the tile sees are not read: NaN there must have no effect.
             key_inside = (keys >= key_begin) & (keys < end)
-            if PAGE_SIZE > 0:
-                pages = pages_named(ids, num_pages)
-                ids = _ids_of(page_table_ptr, key_tile + stride, columns, capacity, PAGE_SIZE, BLOCK_N)
+            if pages.PAGE_SIZE > 0:
+                page = pages_named(ids, pages.num_pages)
+                ids = _ids_of(page_table_ptr, key_tile + stride, columns, capacity, pages.PAGE_SIZE, BLOCK_N)
             if BY_MAP and section == 1:
-                if PAGE_SIZE > 0:
-                    map_outer, map_row = pages.to(tl.int32), key_tile % PAGE_SIZE
-                elif IS_VARLEN:
+                if pages.PAGE_SIZE > 0:
+                    # The cast serves the interpreter: an `int` has no `%` with a constant of a group.
+                    map_outer, map_row = page.to(tl.int32), tl.cast(key_tile, tl.int32) % pages.PAGE_SIZE
+                elif sequences.IS_VARLEN:
                     map_outer, map_row = 0, k_begin.to(tl.int32) + key_tile
                 else:
                     map_outer, map_row = batch.to(tl.int32), key_tile
                 k = (_map_tile(k_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_D),)
-            elif PAGE_SIZE > 0:
-                cells = (keys % PAGE_SIZE).to(tl.int64)
-                k_offsets = (pages * k_units[0] + cells * k_units[1]) * UNIT
+            elif pages.PAGE_SIZE > 0:
+                cells = (keys % pages.PAGE_SIZE).to(tl.int64)
+                k_offsets = (page * k_units[0] + cells * k_units[1]) * UNIT
                 v_offsets = k_offsets
                 if not ALIKE:
-                    v_offsets = (pages * v_units[0] + cells * v_units[1]) * UNIT
+                    v_offsets = (page * v_units[0] + cells * v_units[1]) * UNIT
             else:
-                k_offsets = keys.to(tl.int64) * stride_kn
+                k_offsets = keys.to(tl.int64) * k_tensor.stride_m
                 v_offsets = k_offsets
                 if not ALIKE:
-                    v_offsets = keys.to(tl.int64) * stride_vn
+                    v_offsets = keys.to(tl.int64) * v_tensor.stride_m
             if not (BY_MAP and section == 1):
                 k = _load_keys(
-                    k_ptr, k_offsets, stride_kd, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS,
-                    IN_WORDS, FLOAT8, IS_NVIDIA,
+                    k_ptr, k_offsets, k_tensor.stride_d, keys, dims, key_begin, end, HEAD_DIM, HEAD_DIM < BLOCK_D,
+                    descales.FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
                 )  # fmt: skip
             if BY_MAP and section != 1:  # loaded at once: no pipeline overlaps the two
                 v = _load_keys(
-                    v_ptr, v_offsets, stride_vd, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV,
-                    FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
+                    v_ptr, v_offsets, v_tensor.stride_d, keys, dims_v, key_begin, end, HEAD_DIM_V,
+                    HEAD_DIM_V < BLOCK_DV, descales.FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
                 )  # fmt: skip
             if ONE_STEP:
                 # Load Q together with K, not before it. The mask, which depends on keys, keeps the compiler from
                 # hoisting it.
                 asking = tl.where(key_tile < end, seqlen_q, 0)
                 q, q_power = _load_queries(
-                    q_tile, queries, COLUMNS * dims, stride_qd, asking, HEAD_DIM, HEAD_DIM < BLOCK_D, FACTORS,
-                    IN_WORDS, PRECISION, IS_NVIDIA,
+                    q_tile, queries, COLUMNS * dims, q_tensor.stride_d, asking, HEAD_DIM, HEAD_DIM < BLOCK_D,
+                    descales.FACTORS, IN_WORDS, PRECISION, IS_NVIDIA,
                 )  # fmt: skip
             scores = _scores(q, k, PRECISION, IS_NVIDIA)  # [BLOCK_M, BLOCK_N]
-            if FACTORS == "head":
+            if descales.FACTORS == "head":
                 scores = scores * (q_power * k_factor)[:, None]
-            elif FACTORS == "token":
-                factors = k_descale_ptr + (pages * stride_fp + cells * stride_ft + kv_head * stride_fs)
+            elif descales.FACTORS == "token":
+                factors = factors_of_cells(descales.k, page, cells, kv_head)
                 scores = scores * q_power[:, None] * tl.load(factors, mask=key_inside, other=0.0)[None, :]
 
             # As in flash_fwd: the scale is part of the softmax's multiply-add if nothing is added or hidden.
             scale_left = scale_log2
-            if HAS_SOFTCAP:
-                scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
+            if rules.HAS_SOFTCAP:
+                scores = rules.softcap * tanh(scores * (rules.softmax_scale / rules.softcap)) * LOG2_E
                 scale_left = 1.0
-            elif HAS_MASK or HAS_BIAS or HAS_ALIBI:
+            elif rules.HAS_MASK or rules.HAS_BIAS or rules.HAS_ALIBI:
                 scores = scores * scale_log2
                 scale_left = 1.0
             inside = in_range[:, None] & key_inside[None, :]
-            if HAS_BIAS:
-                bias_rows = batch * stride_bias_b + heads * stride_bias_h + queries.to(tl.int64) * stride_bias_m
-                bias = bias_ptr + (bias_rows[:, None] + keys.to(tl.int64)[None, :] * stride_bias_n)
+            if rules.HAS_BIAS:
+                bias = _pairs_of_rows(rules.bias, batch, heads, queries, keys)
                 bias = tl.load(bias, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
                 scores = add_bias(scores, bias)
-            if HAS_ALIBI:
+            if rules.HAS_ALIBI:
                 distance = tl.abs(queries[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
                 scores -= slope_log2[:, None] * distance.to(tl.float32)
             if (key_tile < whole_begin) | (key_tile + BLOCK_N > whole_end) | (key_tile + BLOCK_N > end):
-                visible = band_visible(queries, keys, low, high, HAS_LOW, HAS_HIGH) & key_inside[None, :]
+                visible = band_visible(queries, keys, low, high, window.HAS_LOW, window.HAS_HIGH) & key_inside[None, :]
                 scores = tl.where(visible, scores * scale_left, float("-inf"))
                 scale_left = 1.0
-            if HAS_MASK:
-                mask_rows = batch * stride_mask_b + heads * stride_mask_h + queries.to(tl.int64) * stride_mask_m
-                shown = mask_ptr + (mask_rows[:, None] + keys.to(tl.int64)[None, :] * stride_mask_n)
+            if rules.HAS_MASK:
+                shown = _pairs_of_rows(rules.mask, batch, heads, queries, keys)
                 shown = tl.load(shown, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
                 scores = tl.where(shown != 0, scores, float("-inf"))
 
@@ -510,22 +461,22 @@ def split_kv_kernel(
                 v = (_map_tile(v_map, map_outer, map_row, kv_head, BLOCK_N, BLOCK_DV),)
             elif not BY_MAP:
                 v = _load_keys(
-                    v_ptr, v_offsets, stride_vd, keys, dims_v, key_begin, end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV,
-                    FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
+                    v_ptr, v_offsets, v_tensor.stride_d, keys, dims_v, key_begin, end, HEAD_DIM_V,
+                    HEAD_DIM_V < BLOCK_DV, descales.FACTORS, IN_WORDS, FLOAT8, IS_NVIDIA,
                 )  # fmt: skip
-            if HAS_MASK or HAS_BIAS:
+            if rules.HAS_MASK or rules.HAS_BIAS:
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                 v = _only_where((seen != 0)[:, None], v)
             kept, factor = _times(acc, alpha[:, None]), None
-            if FACTORS == "token":
+            if descales.FACTORS == "token":
                 # Relative to the largest weight of the row: small factors would make 16-bit weights subnormal.
-                factors = v_descale_ptr + (pages * stride_gp + cells * stride_gt + kv_head * stride_gs)
+                factors = factors_of_cells(descales.v, page, cells, kv_head)
                 weights = p * tl.load(factors, mask=key_inside, other=0.0)[None, :]
                 largest = tl.maximum(tl.max(weights, 1), 2.0**-100)
                 p = weights * (1.0 / largest * WEIGHT)[:, None]
                 factor = (largest / WEIGHT)[:, None]
-            elif FACTORS == "head":
+            elif descales.FACTORS == "head":
                 p = p * WEIGHT
             p = operand(p.to(v[0].dtype), PRECISION, IS_NVIDIA)
             acc = _with_values(p, v, kept, factor, PRECISION, IS_NVIDIA)
@@ -534,29 +485,26 @@ def split_kv_kernel(
                 piece_ends = ((key_tile + BLOCK_N - first) % piece_keys == 0) | (key_tile + BLOCK_N >= end)
                 if piece_ends:
                     part = (key_tile - first) // piece_keys
-                    if FACTORS == "head":
+                    if descales.FACTORS == "head":
                         acc = _times(acc, v_factor)
                     _store_part(
-                        acc_ptr, state_ptr, part, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v,
-                        HEAD_DIM_V,
-                    )  # fmt: skip
+                        splits, part, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V
+                    )
                 acc = _only_where(~piece_ends, acc)
                 m_i = tl.where(piece_ends, float("-inf"), m_i)
                 l_i = tl.where(piece_ends, 0.0, l_i)
 
     # Results ----------------------------------------------------------------------------------------------------------
-    if FACTORS == "head":
+    if descales.FACTORS == "head":
         acc = _times(acc, v_factor)
     if PIECES > 0:
         # Unused parts: every block of the tile writes a few of them. Their accumulators have no weight.
         for part in range(used + split, PIECES, num_splits):
-            tl.store(state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
-            tl.store(state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
+            tl.store(splits.state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
+            tl.store(splits.state_ptr + (2 * part + 1) * rows_heads + row_head, l_i, mask=in_range)
     elif IN_PARTS:
         # A split without keys is stored too, so that the merge can load accumulators before it has the state.
-        _store_part(
-            acc_ptr, state_ptr, split, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V
-        )
+        _store_part(splits, split, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V)
     if not IN_PARTS:
         if HAS_SINKS:
             # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the

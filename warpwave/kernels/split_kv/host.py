@@ -319,7 +319,7 @@ def specify(
         attend = launch.Launch(
             kernel=split_kv_kernel,
             grid=_grid(problem, config),
-            tensors=(*arguments, *maps),
+            tensors=(*maps, *arguments),
             scalars=_scalars(problem, operands, config, first_key),
             constants=_constants(problem, gpu, operands, config, acc is not None, bool(plans)),
             # As in flash_fwd: without fused multiply-adds in float32, the largest probability is exactly 1.
@@ -355,26 +355,26 @@ def _scalars(
         # Pools have the axes of a dense tensor: page, token, head, element.
         stride = tensor.stride() if paged and tensor is not operands.q else token_strides(problem, tensor)
         strides += (stride[0] // unit, stride[1] // unit, stride[2] // unit, stride[3])
+    strides.append(config.num_splits)
     strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
     strides += slope_strides(operands.alibi_slopes)
     return [
         *strides,
-        operands.page_table.stride(0) if paged else 0,
+        problem.softmax_scale,
+        problem.softcap,
         problem.seqlen_q,
         problem.seqlen_k,
         problem.rows,
         problem.total_k,
-        problem.num_heads_kv,
         *window(problem),
-        config.num_splits,
-        first_key,
+        operands.page_table.stride(0) if paged else 0,
         operands.k.shape[0] if paged else 0,
         operands.page_table.shape[0] if paged else 0,
-        partials.lse_rows(problem),
-        problem.softmax_scale,
-        problem.softcap,
         *cache_descales.strides(operands.k_descale if paged else None),
         *cache_descales.strides(operands.v_descale if paged else None),
+        problem.num_heads_kv,
+        first_key,
+        partials.lse_rows(problem),
     ]
 
 

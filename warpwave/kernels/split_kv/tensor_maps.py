@@ -34,7 +34,7 @@ def _plan(problem: AttentionProblem, source: int, tensor: torch.Tensor, config: 
 
 
 def family(spec: launch.Launch, plans: Sequence[MapPlan]) -> launch.Family:
-    """Returns the family of a launch whose last two tensors are descriptors of K and V; without plans they are None.
-    Its launchers take the other tensors; K is the second of them and V the third."""
+    """Returns the family of a launch whose first two tensors are descriptors of K and V; without plans they are
+    None. Its launchers take the other tensors; K is the second of them and V the third."""
     others = len(spec.tensors) - 2
-    return launch.Family(spec, (*range(others), *(plans or (None, None))))
+    return launch.Family(spec, (*(plans or (None, None)), *range(others)))

@@ -10,11 +10,13 @@ small enough.
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Tokens, Window
 from warpwave.kernels.partials import await_launch_before, inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
     load_tile,
+    of_head,
     operand,
     packed_sequence,
     product,
@@ -25,7 +27,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits
-from warpwave.kernels.three_kernel.softmax import HIDDEN, LINE, UNSPECIALISED, whole_lines
+from warpwave.kernels.three_kernel.softmax import HIDDEN, LINE, UNSPECIALISED, Chunk, Probabilities, Scores, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
 TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share reads through L2
@@ -42,53 +44,19 @@ def _tile_of(pid, num_tiles_m, num_tiles_n):
 
 @jit(do_not_specialize=UNSPECIALISED)
 def chunk_scores_kernel(
-    q_ptr,
-    k_ptr,
-    scores_ptr,
+    q_tensor: Tokens,
+    k_tensor: Tokens,
+    scores_tensor: Scores,
     tile_max_ptr,
     tile_sum_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    stride_sh,
-    stride_sm,
-    stride_split,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    rules: ScoreRules,
+    sequences: Sequences,
+    window: Window,
+    chunk: Chunk,
     num_heads_q,
     group_size,
-    window_left,
-    window_right,
-    first_head,
-    row_begin,
-    chunk_rows,
-    key_base,
     num_tiles_m,
     num_tiles_n,
-    softmax_scale,
-    softcap,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -96,14 +64,6 @@ def chunk_scores_kernel(
     SPLIT_D: tl.constexpr,
     FUSED: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
@@ -114,28 +74,29 @@ def chunk_scores_kernel(
     within the tile, in the dtype of the inputs, with that maximum and their sum stored separately.
     """
     # No block may end before the preceding launch has, or the next launch would not wait for that launch.
-    MAY_END_EARLY: tl.constexpr = HAS_LOW or HAS_HIGH or IS_VARLEN
+    MAY_END_EARLY: tl.constexpr = window.HAS_LOW or window.HAS_HIGH or sequences.IS_VARLEN
     if LAUNCHED_AHEAD and MAY_END_EARLY:
         await_launch_before()
     share = tl.program_id(0) % SPLIT_D
     pid = tl.program_id(0) // SPLIT_D
     tile_m, tile_n = _tile_of(pid % (num_tiles_m * num_tiles_n), num_tiles_m, num_tiles_n)
     chunk_head = (pid // (num_tiles_m * num_tiles_n)).to(tl.int64)
-    batch_head = first_head + chunk_head
+    batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // group_size * stride_kh
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        q_ptr += q_begin * stride_qm
-        k_ptr += k_begin * stride_kn
-    first_row = row_begin + tile_m * BLOCK_M
+    q_ptr = of_head(q_tensor, batch, head)
+    k_ptr = of_head(k_tensor, batch, head // group_size)
+    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
+        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
+        q_ptr += q_begin * q_tensor.stride_m
+        k_ptr += k_begin * k_tensor.stride_m
+    first_row = chunk.row_begin + tile_m * BLOCK_M
     row_last = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
-    first_key = key_base + tile_n * BLOCK_N
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(first_row, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    first_key = chunk.key_base + tile_n * BLOCK_N
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
+    key_begin, key_end = visible_keys(first_row, row_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     if (first_row > row_last) | (first_key >= key_end) | (first_key + BLOCK_N <= key_begin):
         return
 
@@ -145,8 +106,8 @@ def chunk_scores_kernel(
     steps: tl.constexpr = (HEAD_DIM + BLOCK_K * SPLIT_D - 1) // (BLOCK_K * SPLIT_D)
     dims = share * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
     check: tl.constexpr = HEAD_DIM % (BLOCK_K * SPLIT_D) != 0
-    q_pointers = tile_pointers(q_ptr, rows, dims, stride_qm, stride_qd)
-    k_pointers = tile_pointers(k_ptr, keys, dims, stride_kn, stride_kd)
+    q_pointers = tile_pointers(q_ptr, rows, dims, q_tensor.stride_m, q_tensor.stride_d)
+    k_pointers = tile_pointers(k_ptr, keys, dims, k_tensor.stride_m, k_tensor.stride_d)
     raw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if LAUNCHED_AHEAD and not MAY_END_EARLY:
         await_launch_before()
@@ -157,37 +118,35 @@ def chunk_scores_kernel(
         k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
         raw = product(operand(q, PRECISION, IS_NVIDIA), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
         dims += BLOCK_K
-        q_pointers += tl.cast(stride_qd, tl.int64) * BLOCK_K
-        k_pointers += tl.cast(stride_kd, tl.int64) * BLOCK_K
+        q_pointers += tl.cast(q_tensor.stride_d, tl.int64) * BLOCK_K
+        k_pointers += tl.cast(k_tensor.stride_d, tl.int64) * BLOCK_K
 
     row_inside = rows < seqlen_q
-    here = scores_ptr + (chunk_head * stride_sh + share.to(tl.int64) * stride_split)
+    scores_ptr = scores_tensor.ptr
+    here = scores_ptr + (chunk_head * scores_tensor.stride_h + share.to(tl.int64) * scores_tensor.stride_split)
     # Columns are counted from the workspace's begin: the compiler cannot see that key_base is a multiple of 16, and it
     # moves data without known alignment one element per thread.
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    here = tile_pointers(here, tile_m * BLOCK_M + tl.arange(0, BLOCK_M), columns, stride_sm, 1)
+    here = tile_pointers(here, tile_m * BLOCK_M + tl.arange(0, BLOCK_M), columns, scores_tensor.stride_m, 1)
     if FUSED:
-        mask_rows = mask_ptr
-        bias_rows = bias_ptr
-        slopes_log2 = softmax_scale
-        if HAS_MASK:
-            mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
-        if HAS_BIAS:
-            bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
-        if HAS_ALIBI:
-            slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+        mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
+        if rules.HAS_MASK:
+            mask_rows = of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
+        if rules.HAS_BIAS:
+            bias_rows = of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
+        if rules.HAS_ALIBI:
+            slope = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
             slopes_log2 = tl.full([BLOCK_M], 0.0, tl.float32) + slope
         scores = score_bits(
-            raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
-            stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
-            HAS_SOFTCAP,
+            raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2,
+            rules, window,
         )  # fmt: skip
         nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
         p, _, m_i, l_i = softmax_step(scores, 1.0, nothing, tl.zeros([BLOCK_M], tl.float32))
         if MAY_HIDE_KEYS:
             p = tl.where(scores == float("-inf"), HIDDEN, p)
         tl.store(here, rounded(p, scores_ptr.dtype.element_ty), mask=row_inside[:, None])
-        states = (chunk_head * num_tiles_n + tile_n) * chunk_rows + (rows - row_begin)
+        states = (chunk_head * num_tiles_n + tile_n) * chunk.rows + (rows - chunk.row_begin)
         tl.store(tile_max_ptr + states, m_i, mask=row_inside)
         tl.store(tile_sum_ptr + states, l_i, mask=row_inside)
     else:
@@ -196,39 +155,19 @@ def chunk_scores_kernel(
 
 @jit(do_not_specialize=UNSPECIALISED)
 def chunk_values_kernel(
-    p_ptr,
+    p_tensor: Probabilities,
     row_scale_ptr,
     tile_max_ptr,
     tile_sum_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
+    v_tensor: Tokens,
+    out_tensor: Tokens,
+    lse_tensor: OfHeads,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    stride_ph,
-    stride_pm,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    sequences: Sequences,
+    window: Window,
+    chunk: Chunk,
     num_heads_q,
     group_size,
-    window_left,
-    window_right,
-    first_head,
-    row_begin,
-    chunk_rows,
-    key_base,
     num_tiles_m,
     num_tiles_n,
     BLOCK_M: tl.constexpr,
@@ -239,11 +178,7 @@ def chunk_values_kernel(
     FUSED: tl.constexpr,
     ONE_STEP: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -262,16 +197,18 @@ def chunk_values_kernel(
     tiles_v: tl.constexpr = (HEAD_DIM_V + BLOCK_V - 1) // BLOCK_V
     tile_m, tile_v = _tile_of(tl.program_id(0) % (num_tiles_m * tiles_v), num_tiles_m, tiles_v)
     chunk_head = (tl.program_id(0) // (num_tiles_m * tiles_v)).to(tl.int64)
-    batch_head = first_head + chunk_head
+    batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    v_ptr += batch * stride_vb + head // group_size * stride_vh
-    out_ptr += batch * stride_ob + head * stride_oh
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        v_ptr += k_begin * stride_vn
-        out_ptr += q_begin * stride_om
+    v_ptr = of_head(v_tensor, batch, head // group_size)
+    out_ptr = of_head(out_tensor, batch, head)
+    lse_ptr, row_begin, chunk_rows = lse_tensor.ptr, chunk.row_begin, chunk.rows
+    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
+        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
+        v_ptr += k_begin * v_tensor.stride_m
+        out_ptr += q_begin * out_tensor.stride_m
         if WRITE_LSE:
             lse_ptr += q_begin
     first_row = row_begin + tile_m * BLOCK_M
@@ -279,13 +216,13 @@ def chunk_values_kernel(
     if first_row >= row_end:
         return
     row_last = tl.minimum(first_row + BLOCK_M, row_end) - 1
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(first_row, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
+    key_begin, key_end = visible_keys(first_row, row_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     rows = first_row + tl.arange(0, BLOCK_M)
     row_inside = rows < row_end
     columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    p_ptr += chunk_head * stride_ph
-    key_base = key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
+    p_ptr = p_tensor.ptr + chunk_head * p_tensor.stride_h
+    key_base = chunk.key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
 
     begin, end = whole_lines(key_begin, key_end)
     if FUSED:
@@ -304,12 +241,12 @@ def chunk_values_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if ONE_STEP:
         keys = begin + tl.arange(0, BLOCK_K)
-        v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+        v = tile_pointers(v_ptr, keys, columns, v_tensor.stride_m, v_tensor.stride_d)
         v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_V != 0)
         parts = operand(v, PRECISION, IS_NVIDIA)
         if LAUNCHED_AHEAD:
             await_launch_before()
-        p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
+        p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, p_tensor.stride_m, 1)
         p = load_tile(p, rows, keys, 0, row_end, end, True)  # [BLOCK_M, BLOCK_K]
         acc = product(operand(p, PRECISION, IS_NVIDIA), parts, acc, PRECISION)  # [BLOCK_M, BLOCK_V]
         end = begin  # no keys are left
@@ -320,9 +257,9 @@ def chunk_values_kernel(
             part = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for step in tl.static_range(0, STEP, BLOCK_K):
             keys = key_tile + step + tl.arange(0, BLOCK_K)
-            p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, stride_pm, 1)
+            p = tile_pointers(p_ptr, rows - row_begin, keys - key_base, p_tensor.stride_m, 1)
             p = load_tile(p, rows, keys, 0, row_end, end, not FUSED)  # [BLOCK_M, BLOCK_K]
-            v = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+            v = tile_pointers(v_ptr, keys, columns, v_tensor.stride_m, v_tensor.stride_d)
             v = load_tile(v, keys, columns, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V % BLOCK_V != 0)
             if MAY_HIDE_KEYS:
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
@@ -347,11 +284,11 @@ def chunk_values_kernel(
         scale = scale * inverse_sum(l_i)
         if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
             if tile_v == 0:
-                lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
+                lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
                 tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
     else:
-        scale = row_scale_ptr + (chunk_head * (stride_ph // stride_pm) + rows - row_begin)
+        scale = row_scale_ptr + (chunk_head * (p_tensor.stride_h // p_tensor.stride_m) + rows - row_begin)
         scale = tl.load(scale, mask=row_inside, other=0.0)
     inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
-    pointers = tile_pointers(out_ptr, rows, columns, stride_om, 1)
+    pointers = tile_pointers(out_ptr, rows, columns, out_tensor.stride_m, 1)
     tl.store(pointers, rounded(acc * scale[:, None], out_ptr.dtype.element_ty), mask=inside)

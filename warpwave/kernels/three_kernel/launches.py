@@ -86,9 +86,11 @@ def launches(
     # If launch latency dominates, each launch starts while the preceding one ends.
     ahead = gpu.capability >= 90 and (online or config.split_d > 1)
     begins = {"launch_pdl": True} if ahead else {}
-    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.num_heads_q)
-    group, scale = (problem.num_heads_q // problem.num_heads_kv,), (problem.softmax_scale, problem.softcap)
+    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem))
+    heads = (problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv)
     beside = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
+    rules = (*beside, problem.softmax_scale, problem.softcap)
+    of_out = (*token_strides(problem, out)[:-1], 1, *lse_strides(problem))
     # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
     # probability is exactly 1.
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
@@ -104,8 +106,8 @@ def launches(
                 grid=chunk.heads * tiles_m * tiles_n * config.split_d,
                 tensors=(q, k, p if fused else raw, workspace.tile_max, workspace.tile_sum, mask, bias, slopes,
                          *ends),
-                scalars=[*token_strides(problem, q), *token_strides(problem, k), *beside, *strides, *split, *lengths,
-                         *group, *window(problem), *where, tiles_m, tiles_n, *scale],
+                scalars=[*token_strides(problem, q), *token_strides(problem, k), *strides, *split, *rules, *lengths,
+                         *where, *heads, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block_k,
                            "HEAD_DIM": problem.head_dim, "SPLIT_D": config.split_d, "FUSED": fused, **hides, **band,
                            **features, **varlen, "LAUNCHED_AHEAD": ahead, **arithmetic},
@@ -120,9 +122,8 @@ def launches(
                 kernel=chunk_softmax_kernel,
                 grid=chunk.heads * tiles,
                 tensors=(raw, p, workspace.row_scale, lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*lse_strides(problem), *beside, *strides, *split, *p_strides, *lengths, *window(problem),
-                         *where, tiles,
-                         max(together, config.softmax_rows), *scale],
+                scalars=[*strides, *split, *p_strides, *lse_strides(problem), *rules, *lengths, *where,
+                         problem.num_heads_q, tiles, max(together, config.softmax_rows)],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "SPLIT_D": config.split_d,
                            "WHOLE": whole_rows(config, cut.width), "NORMALISE": normalises(problem, config),
                            **hides, **band, **features, **of_sinks, **varlen, "WRITE_LSE": problem.return_lse,
@@ -135,8 +136,8 @@ def launches(
                 kernel=chunk_online_kernel,
                 grid=chunk.heads * tiles * -(-problem.head_dim_v // block_v),
                 tensors=(raw, v, out, lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem), *beside,
-                         *strides, *split, *lengths, *group, *window(problem), *where, tiles, *scale],
+                scalars=[*strides, *split, *token_strides(problem, v), *of_out, *rules, *lengths, *where, *heads,
+                         tiles],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "BLOCK_V": block_v,
                            "HEAD_DIM_V": problem.head_dim_v, "SPLIT_D": config.split_d, **hides, **band, **features,
                            **of_sinks, **varlen, "WRITE_LSE": problem.return_lse, "LAUNCHED_AHEAD": ahead,
@@ -149,8 +150,7 @@ def launches(
                 grid=chunk.heads * tiles_m * -(-problem.head_dim_v // block_v),
                 tensors=(p, workspace.row_scale, workspace.tile_max, workspace.tile_sum, v, out, lse, sinks,
                          *ends),
-                scalars=[*token_strides(problem, v), *token_strides(problem, out)[:-1], *lse_strides(problem),
-                         *p_strides, *lengths, *group, *window(problem), *where, tiles_m, tiles_n],
+                scalars=[*p_strides, *token_strides(problem, v), *of_out, *lengths, *where, *heads, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
                            "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused,
                            "ONE_STEP": is_one_step(problem, config, cut.width), **hides, **band, **of_sinks, **varlen,

@@ -10,11 +10,13 @@ Bound: launch latency and L2.
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Tokens, Window
 from warpwave.kernels.partials import inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
     load_tile,
+    of_head,
     operand,
     packed_sequence,
     product,
@@ -24,74 +26,31 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import without_unseen
-from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALISED, scores_of_tile, whole_lines
+from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALISED, Chunk, Scores, scores_of_tile, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit(do_not_specialize=UNSPECIALISED)
 def chunk_online_kernel(
-    scores_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
+    scores_tensor: Scores,
+    v_tensor: Tokens,
+    out_tensor: Tokens,
+    lse_tensor: OfHeads,
+    rules: ScoreRules,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    stride_sh,
-    stride_sm,
-    stride_split,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    sequences: Sequences,
+    window: Window,
+    chunk: Chunk,
     num_heads_q,
     group_size,
-    window_left,
-    window_right,
-    first_head,
-    row_begin,
-    chunk_rows,
-    key_base,
     num_tiles_m,
-    softmax_scale,
-    softcap,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     SPLIT_D: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -106,16 +65,18 @@ def chunk_online_kernel(
     tile_v = tl.program_id(0) % tiles_v
     tile_m = tl.program_id(0) // tiles_v % num_tiles_m
     chunk_head = (tl.program_id(0) // tiles_v // num_tiles_m).to(tl.int64)
-    batch_head = first_head + chunk_head
+    batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    v_ptr += batch * stride_vb + head // group_size * stride_vh
-    out_ptr += batch * stride_ob + head * stride_oh
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        v_ptr += k_begin * stride_vn
-        out_ptr += q_begin * stride_om
+    v_ptr = of_head(v_tensor, batch, head // group_size)
+    out_ptr = of_head(out_tensor, batch, head)
+    lse_ptr, row_begin, chunk_rows = lse_tensor.ptr, chunk.row_begin, chunk.rows
+    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
+        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
+        v_ptr += k_begin * v_tensor.stride_m
+        out_ptr += q_begin * out_tensor.stride_m
         if WRITE_LSE:
             lse_ptr += q_begin
     first_row = row_begin + tile_m * ROWS
@@ -124,28 +85,26 @@ def chunk_online_kernel(
         return
     rows = first_row + tl.arange(0, ROWS)
     row_inside = rows < row_end
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
     key_begin, key_end = visible_keys(
-        first_row, tl.minimum(first_row + ROWS, row_end) - 1, seqlen_k, low, high, HAS_LOW, HAS_HIGH
+        first_row, tl.minimum(first_row + ROWS, row_end) - 1, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH
     )
     begin, end = whole_lines(key_begin, key_end)
-    key_base = key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
-    scores_ptr += chunk_head * stride_sh
-    mask_rows = mask_ptr
-    bias_rows = bias_ptr
-    slopes_log2 = softmax_scale
-    if HAS_MASK:
-        mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
-    if HAS_BIAS:
-        bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+    key_base = chunk.key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
+    scores_ptr = scores_tensor.ptr + chunk_head * scores_tensor.stride_h
+    mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
+    if rules.HAS_MASK:
+        mask_rows = of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
+    if rules.HAS_BIAS:
+        bias_rows = of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
+    if rules.HAS_ALIBI:
+        slope = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
         slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
 
     columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     check: tl.constexpr = HEAD_DIM_V % BLOCK_V != 0
     keys = begin + tl.arange(0, KEYS)
-    pointers = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+    pointers = tile_pointers(v_ptr, keys, columns, v_tensor.stride_m, v_tensor.stride_d)
     v = load_tile(pointers, keys, columns, key_begin, key_end, HEAD_DIM_V, check)  # [KEYS, BLOCK_V]
     if LAUNCHED_AHEAD:
         tl.extra.cuda.gdc_wait()
@@ -155,9 +114,8 @@ def chunk_online_kernel(
     for key_tile in range(begin, end, KEYS):
         keys = key_tile + tl.arange(0, KEYS)
         scores = scores_of_tile(
-            scores_ptr, rows, keys, row_begin, key_base, begin, end, row_inside, key_end, stride_sm, stride_split,
-            seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n, slopes_log2,
-            softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP,
+            scores_ptr, scores_tensor, rows, keys, row_begin, key_base, begin, end, row_inside, key_end,
+            seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2, rules, window, SPLIT_D,
         )  # fmt: skip
         p, alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
         if MAY_HIDE_KEYS:
@@ -167,7 +125,7 @@ def chunk_online_kernel(
             PRECISION,
         )  # fmt: skip
         keys += KEYS
-        pointers = tile_pointers(v_ptr, keys, columns, stride_vn, stride_vd)
+        pointers = tile_pointers(v_ptr, keys, columns, v_tensor.stride_m, v_tensor.stride_d)
         v = load_tile(pointers, keys, columns, key_begin, key_end, HEAD_DIM_V, check)
 
     scale = tl.full([ROWS], 1.0, tl.float32)
@@ -178,8 +136,8 @@ def chunk_online_kernel(
     scale = scale * inverse_sum(l_i)
     if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
         if tile_v == 0:
-            lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
+            lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
             tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
     inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
-    pointers = tile_pointers(out_ptr, rows, columns, stride_om, 1)
+    pointers = tile_pointers(out_ptr, rows, columns, out_tensor.stride_m, 1)
     tl.store(pointers, rounded(acc * scale[:, None], out_ptr.dtype.element_ty), mask=inside)

@@ -11,10 +11,14 @@ Bound: L2. A score of 4 bytes is read once if a row stays in registers and twice
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.partials import await_launch_before, inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
+    of_head,
     packed_sequence,
     rounded,
     softmax_step,
@@ -22,16 +26,41 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits
+from warpwave.runtime.parameters import Pointer, Specialized
 from warpwave.runtime.triton_or_stub import jit, tl
 
 HIDDEN = tl.constexpr(-1.0)  # marks a hidden pair in P if a mask or bias may hide a value from all queries
 LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole lines, so that a thread moves 16 bytes
 UNSPECIALISED = [
-    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
-    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
-    *("window_right", "first_head", "row_begin", "chunk_rows", "key_base", "num_tiles_m", "num_tiles_n"),
-    *("range_rows", "rows_before"),
+    *("num_heads_q", "group_size", "num_tiles_m", "num_tiles_n", "range_rows", "rows_before"),
+    *("seqlen_q", "seqlen_k", "window_left", "window_right", "first_head", "row_begin", "chunk_rows", "key_base"),
 ]
+
+
+class Scores(NamedTuple):
+    """Raw scores of a chunk, in splits of head_dim that are still to be summed."""
+
+    ptr: Pointer
+    stride_h: Specialized
+    stride_m: Specialized
+    stride_split: Specialized
+
+
+class Probabilities(NamedTuple):
+    """Probabilities of a chunk."""
+
+    ptr: Pointer
+    stride_h: Specialized
+    stride_m: Specialized
+
+
+class Chunk(NamedTuple):
+    """Some queries of some heads, heads counted over the batch, and the first key of their workspace."""
+
+    first_head: int
+    row_begin: int
+    rows: int
+    key_base: int
 
 
 @jit
@@ -43,6 +72,7 @@ def whole_lines(key_begin, key_end):
 @jit
 def scores_of_tile(
     scores_ptr,
+    tensor: Scores,
     rows,
     keys,
     row_begin,
@@ -51,39 +81,30 @@ def scores_of_tile(
     own_end,
     row_inside,
     key_end,
-    stride_sm,
-    stride_split,
-    seqlen_q,
-    seqlen_k,
+    key_offset,
     low,
     high,
     mask_rows,
-    stride_mask_n,
     bias_rows,
-    stride_bias_n,
     slopes_log2,
-    softmax_scale,
-    softcap,
+    rules: ScoreRules,
+    window: Window,
     SPLIT_D: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
 ):
     """Returns the scores in bits of a tile of the workspace, with its splits of head_dim summed. Scores outside the
-    lines from own_begin to own_end, which none of the rows sees, are not read."""
+    lines from own_begin to own_end, which none of the rows sees, are not read.
+
+    Args:
+        scores_ptr: the first score of the head.
+    """
     in_own = row_inside[:, None] & ((keys >= own_begin) & (keys < own_end))[None, :]
-    pointers = tile_pointers(scores_ptr, rows - row_begin, keys - key_base, stride_sm, 1)
+    pointers = tile_pointers(scores_ptr, rows - row_begin, keys - key_base, tensor.stride_m, 1)
     raw = tl.load(pointers, mask=in_own, other=0.0)  # [ROWS, KEYS]
     for share in tl.static_range(1, SPLIT_D):
-        raw += tl.load(pointers + share * tl.cast(stride_split, tl.int64), mask=in_own, other=0.0)
+        raw += tl.load(pointers + share * tl.cast(tensor.stride_split, tl.int64), mask=in_own, other=0.0)
     return score_bits(
-        raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, stride_mask_n, bias_rows,
-        stride_bias_n, slopes_log2, softmax_scale, softcap, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
-        HAS_SOFTCAP,
-    )  # fmt: skip
+        raw, rows, keys, row_inside, key_end, key_offset, low, high, mask_rows, bias_rows, slopes_log2, rules, window
+    )
 
 
 @jit
@@ -114,63 +135,25 @@ def _store_probabilities(
 
 @jit(do_not_specialize=UNSPECIALISED)
 def chunk_softmax_kernel(
-    scores_ptr,
-    p_ptr,
+    scores_tensor: Scores,
+    p_tensor: Probabilities,
     row_scale_ptr,
-    lse_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
+    lse_tensor: OfHeads,
+    rules: ScoreRules,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    stride_sh,
-    stride_sm,
-    stride_split,
-    stride_ph,
-    stride_pm,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    sequences: Sequences,
+    window: Window,
+    chunk: Chunk,
     num_heads_q,
-    window_left,
-    window_right,
-    first_head,
-    row_begin,
-    chunk_rows,
-    key_base,
     num_tiles_m,
     range_rows,
-    softmax_scale,
-    softcap,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT_D: tl.constexpr,
     WHOLE: tl.constexpr,
     NORMALISE: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
@@ -188,12 +171,14 @@ def chunk_softmax_kernel(
         await_launch_before()
     tile = tl.program_id(0) % num_tiles_m
     chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
-    batch_head = first_head + chunk_head
+    batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        _, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+    lse_ptr, row_begin, chunk_rows = lse_tensor.ptr, chunk.row_begin, chunk.rows
+    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
+        _, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
         if WRITE_LSE:
             lse_ptr += q_begin
     first_row = row_begin + tile * ROWS
@@ -204,25 +189,23 @@ def chunk_softmax_kernel(
     row_inside = rows < row_end
     range_begin = row_begin + tile * ROWS // range_rows * range_rows
     range_last = tl.minimum(range_begin + range_rows, row_end) - 1
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(range_begin, range_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
+    key_begin, key_end = visible_keys(range_begin, range_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     line_begin, line_end = whole_lines(key_begin, key_end)
     last_row = tl.minimum(first_row + ROWS, row_end) - 1
-    own_begin, own_end = visible_keys(first_row, last_row, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    own_begin, own_end = visible_keys(first_row, last_row, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     own_begin, own_end = whole_lines(own_begin, own_end)
     # key_base is a multiple of a tile. The compiler cannot see this, and without it would move single elements.
-    key_base = key_base // LINE * LINE
-    scores_ptr += chunk_head * stride_sh
-    p_ptr += chunk_head * stride_ph
-    mask_rows = mask_ptr
-    bias_rows = bias_ptr
-    slopes_log2 = softmax_scale
-    if HAS_MASK:
-        mask_rows = mask_ptr + (batch * stride_mask_b + head * stride_mask_h + rows.to(tl.int64) * stride_mask_m)
-    if HAS_BIAS:
-        bias_rows = bias_ptr + (batch * stride_bias_b + head * stride_bias_h + rows.to(tl.int64) * stride_bias_m)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+    key_base = chunk.key_base // LINE * LINE
+    scores_ptr = scores_tensor.ptr + chunk_head * scores_tensor.stride_h
+    p_ptr = p_tensor.ptr + chunk_head * p_tensor.stride_h
+    mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
+    if rules.HAS_MASK:
+        mask_rows = of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
+    if rules.HAS_BIAS:
+        bias_rows = of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
+    if rules.HAS_ALIBI:
+        slope = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
         slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
@@ -232,18 +215,16 @@ def chunk_softmax_kernel(
     if WHOLE:
         keys = line_begin + tl.arange(0, KEYS)
         scores = scores_of_tile(
-            scores_ptr, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end, stride_sm,
-            stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n,
-            slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI, HAS_SOFTCAP,
+            scores_ptr, scores_tensor, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end,
+            seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2, rules, window, SPLIT_D,
         )  # fmt: skip
         p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
     else:
         for key_tile in range(own_begin, own_end, KEYS):
             scores = scores_of_tile(
-                scores_ptr, rows, key_tile + tl.arange(0, KEYS), row_begin, key_base, own_begin, own_end, row_inside,
-                key_end, stride_sm, stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows,
-                stride_bias_n, slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS,
-                HAS_ALIBI, HAS_SOFTCAP,
+                scores_ptr, scores_tensor, rows, key_tile + tl.arange(0, KEYS), row_begin, key_base, own_begin,
+                own_end, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2,
+                rules, window, SPLIT_D,
             )  # fmt: skip
             _p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
 
@@ -257,30 +238,32 @@ def chunk_softmax_kernel(
         m_all, l_all, scale, _scale = join(m_i, l_i, sink_log2, 1.0)
     scale = scale * inverse_sum(l_all)
     if WRITE_LSE:
-        lse_rows = lse_ptr + (batch * stride_lb + head * stride_lh + rows)
+        lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
         tl.store(lse_rows, lse_of(m_all, l_all), mask=row_inside)
     if not NORMALISE:
-        tl.store(row_scale_ptr + (chunk_head * (stride_sh // stride_sm) + rows - row_begin), scale, mask=row_inside)
+        tl.store(
+            row_scale_ptr + (chunk_head * (scores_tensor.stride_h // scores_tensor.stride_m) + rows - row_begin),
+            scale,
+            mask=row_inside,
+        )
 
     if WHOLE:
         _store_probabilities(
-            p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, stride_pm, NORMALISE,
-            MAY_HIDE_KEYS,
+            p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, p_tensor.stride_m,
+            NORMALISE, MAY_HIDE_KEYS,
         )  # fmt: skip
     else:
         m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
         for key_tile in range(line_begin, line_end, KEYS):
             keys = key_tile + tl.arange(0, KEYS)
             scores = scores_of_tile(
-                scores_ptr, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end, stride_sm,
-                stride_split, seqlen_q, seqlen_k, low, high, mask_rows, stride_mask_n, bias_rows, stride_bias_n,
-                slopes_log2, softmax_scale, softcap, SPLIT_D, HAS_LOW, HAS_HIGH, HAS_MASK, HAS_BIAS, HAS_ALIBI,
-                HAS_SOFTCAP,
+                scores_ptr, scores_tensor, rows, keys, row_begin, key_base, own_begin, own_end, row_inside, key_end,
+                seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2, rules, window, SPLIT_D,
             )  # fmt: skip
             p = tl.math.exp2(scores - m_shift[:, None])
             _store_probabilities(
-                p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, stride_pm, NORMALISE,
-                MAY_HIDE_KEYS,
+                p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, p_tensor.stride_m,
+                NORMALISE, MAY_HIDE_KEYS,
             )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import torch
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
+from warpwave.runtime import parameters
 from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, triton
 
@@ -185,28 +186,27 @@ def _compile(spec: Launch, gpu: Gpu) -> Any:
     from triton.backends.compiler import GPUTarget
 
     kernel = spec.kernel
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    values = (*spec.pointers(), *spec.scalars, *spec.constants.values())
+    types: list[str] = []
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
     divisible = [["tt.divisibility", 16]]
-    for i, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+    for (_, path, kind, specialized), value in zip(parameters.parameters(kernel), spec.values(), strict=True):
         # These are the rules by which Triton specializes a launch.
-        free = parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
-            signature[parameter.name] = "constexpr"
-            constants[i,] = value
+        if kind == "constant" or value is None or (type(value) is int and value == 1 and specialized):
+            types.append("constexpr")
+            constants[path] = value
         elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _POINTERS[value.dtype]
-            attributes[i,] = divisible
+            types.append(_POINTERS[value.dtype])
+            attributes[path] = divisible
         elif hasattr(value, "block_shape"):  # a tensor descriptor
-            signature[parameter.name] = triton.runtime.jit.mangle_type(value)
+            types.append(triton.runtime.jit.mangle_type(value))
         elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
+            types.append("fp32")
         else:
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not free:
-                attributes[i,] = divisible
+            types.append("i32" if -(2**31) <= value < 2**31 else "i64")
+            if value % 16 == 0 and specialized:
+                attributes[path] = divisible
+    signature = dict(zip(kernel.arg_names, parameters.grouped(kernel, types), strict=True))
     backend = "hip" if gpu.vendor == "amd" else "cuda"
     target = GPUTarget(backend, gpu.arch if gpu.vendor == "amd" else gpu.capability, gpu.warp_size)
     if kernel.is_gluon():
