@@ -254,6 +254,15 @@ def wide_step(
 
 
 @jit
+def halves_of(x):
+    """Returns the two halves of an accumulator's columns."""
+    WIDTH: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(gl.permute(gl.reshape(x, [GROUP_KEYS, 2, WIDTH]), (0, 2, 1)))
+    layout: gl.constexpr = accumulator_layout(WIDTH)
+    return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
+
+
+@jit
 def narrow_step(
     dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
 ):  # fmt: skip
@@ -272,31 +281,29 @@ def narrow_step(
 
     wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN and IS_CUT)
     zero_queries_before(tiles.queries, n, row_first, band, rules)
-    q0 = rows_of(tiles.queries, n).slice(0, HALF, dim=0)
-    q1 = rows_of(tiles.queries, n).slice(HALF, HALF, dim=0)
-    zero = zero_accumulator(HALF)
-    s0 = warpgroup_mma(own_keys, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s1 = warpgroup_mma(own_keys, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
+    q = rows_of(tiles.queries, n)
+    q0 = q.slice(0, HALF, dim=0)
+    q1 = q.slice(HALF, HALF, dim=0)
+    zero = zero_accumulator(rules.BLOCK_M)
+    s = warpgroup_mma(own_keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN and IS_CUT)
     zero_queries_before(tiles.dout, n, row_first, band, rules)
-    do0 = rows_of(tiles.dout, n).slice(0, HALF, dim=0)
-    do1 = rows_of(tiles.dout, n).slice(HALF, HALF, dim=0)
-    dp0 = warpgroup_mma(own_values, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
-    x0 = warpgroup_mma_wait(2, deps=[s0])
+    do = rows_of(tiles.dout, n)
+    do0 = do.slice(0, HALF, dim=0)
+    do1 = do.slice(HALF, HALF, dim=0)
+    dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    x0, x1 = halves_of(warpgroup_mma_wait(1, deps=[s]))
     lse0 = statistics_of(tiles.queries, n, 0, HALF, across)
     p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, 0, 0.0, True, IS_CUT, rules)
     p0 = signed(p0, row_first, key_first, True, rules)
-    dp1 = warpgroup_mma(own_values, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
-    x1 = warpgroup_mma_wait(2, deps=[s1])
     lse1 = statistics_of(tiles.queries, n, HALF, HALF, across)
     p1, cap1 = probabilities(x1, lse1[None, :], band, row_first + HALF, key_first, slope, 0, 0.0, True, IS_CUT, rules)
     p1 = signed(p1, row_first + HALF, key_first, True, rules)
-    y0 = warpgroup_mma_wait(1, deps=[dp0])
+    y0, y1 = halves_of(warpgroup_mma_wait(0, deps=[dp]))
     delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
     ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds0)
     dv_next = warpgroup_mma(as_operand(kept(p0, rules), dtype, WIDTH), do0, dv, is_async=True)
-    y1 = warpgroup_mma_wait(1, deps=[dp1])
     delta1 = statistics_of(tiles.dout, n, HALF, HALF, across)
     ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 1, rules)).store(ds1)
