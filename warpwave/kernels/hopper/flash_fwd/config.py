@@ -107,10 +107,12 @@ def out_columns(problem: AttentionProblem, config: Config) -> int:
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
     of_queries, of_values = row_pieces(problem, config)
     width = sum(of_values)
-    if problem.is_quantized or of_queries[: len(of_values)] != of_values or _smem(problem, config, width) <= limit:
+    if of_queries[: len(of_values)] != of_values or _smem(problem, config, width) <= limit:
         return width
     halves = of_queries == of_values == (256,)
-    return 128 if halves and _smem(problem, config, 128) <= limit else 0
+    if halves and _smem(problem, config, 128) <= limit:
+        return 128
+    return width if problem.is_quantized else 0
 
 
 @by_kind
