@@ -94,7 +94,7 @@ def test_the_protocol_on_a_cpu(name: str) -> None:
     ],
 )
 def test_configs(dims: tuple[int, int], chosen: Config) -> None:
-    gate(cases.build(replace(PLAIN, dims=dims, causal="bottom_right"), "outliers", CPU), chosen)
+    gate(cases.build(replace(PLAIN, dims=dims, causal="bottom_right"), "sharp", CPU), chosen)
 
 
 def test_numbers_of_the_largest_magnitude() -> None:
