@@ -456,39 +456,39 @@ RULES_OF_PARTS: tuple[Rule[Config], ...] = (
 AS_IN_16_BITS = "not measured with int8 products; the choice of 16-bit calls"
 # int8 q and k. A second choice is for a factor of each 64 keys: a tile of keys has one.
 RULES_OF_INT8: tuple[Rule[Config], ...] = (
-    Rule("head_dim above 128", lambda c: c.width > 128, (Config(128, 64, 2),), AS_IN_16_BITS),
+    Rule("int8, head_dim above 128", lambda c: c.width > 128, (Config(128, 64, 2),), AS_IN_16_BITS),
     Rule(
-        "head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries balance over the SMs",
+        "int8, head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries balance over the SMs",
         lambda c: c.width > 64 and c.is_plain and c.suits_192,
         (Config(192, 64, 4),),
         AS_IN_16_BITS,
     ),
     Rule(
-        "head_dim 65 to 128, a bias for each score",
+        "int8, head_dim 65 to 128, a bias for each score",
         lambda c: c.width > 64 and c.bias_bytes,
         (Config(128, 64, 3), Config(128, 64, 2)),
         AS_IN_16_BITS,
     ),
-    Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2), Config(128, 64, 3)), AS_IN_16_BITS),
+    Rule("int8, head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2), Config(128, 64, 3)), AS_IN_16_BITS),
     Rule(
-        "head_dim up to 64, a bias for each score",
+        "int8, head_dim up to 64, a bias for each score",
         lambda c: c.bias_bytes,
         (Config(128, 128, 2), Config(128, 64, 2)),
         AS_IN_16_BITS,
     ),
     Rule(
-        "head_dim up to 64, a causal mask or window, at most 2,048 keys a query",
+        "int8, head_dim up to 64, a causal mask or window, at most 2,048 keys a query",
         lambda c: c.is_short_causal,
         (Config(64, 64, 3, 3),),
         AS_IN_16_BITS,
     ),
     Rule(
-        "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
+        "int8, head_dim up to 64, blocks of 192 queries do not balance over the SMs",
         lambda c: c.rows_per_sm(192) > 1.2 * c.rows_per_sm(64),
         (Config(64, 128, 2, 2), Config(64, 64, 3, 2)),
         AS_IN_16_BITS,
     ),
-    Rule("head_dim up to 64", lambda c: True, (Config(192, 128, 3), Config(192, 64, 4)), AS_IN_16_BITS),
+    Rule("int8, head_dim up to 64", lambda c: True, (Config(192, 128, 3), Config(192, 64, 4)), AS_IN_16_BITS),
 )
 
 
