@@ -19,13 +19,13 @@ from warpwave.kernels.hopper import flash_fwd
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 GPU = torch.device("cuda")
 BASE = replace(PLAIN, lengths=(1000, 1920), heads=(6, 3), batch=2)
+PACKED = replace(BASE, dtype="int8:bfloat16:head", packed=True, batch=9, causal="bottom_right")
 LARGE: dict[str, Case] = {
     **{f"{d} {causal}": replace(BASE, dims=(d, d), causal=causal)
        for d in (64, 128, 256, 96, 192, 80, 160, 224, 32, 16) for causal in ("", "bottom_right")},
     **{f"factors {d} {kind}": replace(BASE, dims=(d, d), dtype=f"int8:float16:{kind}")
        for d in (64, 128, 256) for kind in ("64", "head", "tensor")},
-    **{f"packed {d}": replace(BASE, dims=(d, d), dtype="int8:bfloat16:head", packed=True, batch=9, causal="bottom_right")
-       for d in (64, 128, 256)},
+    **{f"packed {d}": replace(PACKED, dims=(d, d)) for d in (64, 128, 256)},
     "head_dim_v": replace(BASE, dims=(128, 72), softcap=5.0),
     **{name: replace(PLAIN, **changes) for name, changes in CASES.items()},
 }  # fmt: skip

@@ -51,7 +51,7 @@ def on_cpu(call: Call, chosen: Config) -> tuple[Tensor, Tensor]:
 
 
 def gate(call: Call, chosen: Config | None = None) -> tuple[Tensor, Tensor]:
-    found = on_cpu(call, chosen or flash_fwd.default(call.problem, H200))
+    found = on_cpu(call, chosen or flash_fwd.configs(call.problem, H200)[0])
     verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), *found)
     assert verdict.passed, str(verdict)
     return found
@@ -111,7 +111,7 @@ def test_numbers_of_the_largest_magnitude() -> None:
 @pytest.mark.parametrize("name", ["window, far", "window, far, 64", "packed window", "mask, window"])
 def test_values_that_no_query_sees_may_be_nan(name: str) -> None:
     call = cases.build(replace(PLAIN, **CASES[name]), "normal", CPU)
-    chosen = flash_fwd.default(call.problem, H200)
+    chosen = flash_fwd.configs(call.problem, H200)[0]
     poisoned = call._replace(operands=with_nan_where_unseen(call))
     assert all(torch.equal(a, b) for a, b in zip(on_cpu(call, chosen), on_cpu(poisoned, chosen), strict=True))
 
@@ -119,7 +119,9 @@ def test_values_that_no_query_sees_may_be_nan(name: str) -> None:
 def with_nan_where_unseen(call: Call) -> Any:
     """The operands with values that are not numbers where no query of their sequence sees them."""
     problem, v = call.problem, call.operands.v.clone()
-    cu_q, cu_k = (x.tolist() if problem.packed else [] for x in (call.operands.cu_seqlens_q, call.operands.cu_seqlens_k))
+    cu_q, cu_k = (
+        x.tolist() if problem.packed else [] for x in (call.operands.cu_seqlens_q, call.operands.cu_seqlens_k)
+    )
     hidden = 0
     for b in range(problem.batch):
         length_q = cu_q[b + 1] - cu_q[b] if problem.packed else problem.seqlen_q
@@ -175,7 +177,7 @@ def test_claims(dtype: str, changes: dict[str, Any], reason: str) -> None:
 def test_a_call_binds_its_factors_by_their_strides() -> None:
     """Factors lie in memory as the caller has them."""
     call = cases.build(replace(PLAIN, dtype="int8:float16:64", batch=2), "normal", CPU)
-    chosen = flash_fwd.default(call.problem, H200)
+    chosen = flash_fwd.configs(call.problem, H200)[0]
     moved = {
         name: getattr(call.operands, name).transpose(0, -1).contiguous().transpose(0, -1)
         for name in ("q_descale", "k_descale")
@@ -183,3 +185,14 @@ def test_a_call_binds_its_factors_by_their_strides() -> None:
     expected = on_cpu(call, chosen)
     found = on_cpu(call._replace(operands=call.operands._replace(**moved)), chosen)
     assert harness.bits(*found) == harness.bits(*expected)
+
+
+def test_cost_counts_each_tensor_by_its_own_bytes() -> None:
+    call = cases.build(replace(PLAIN, dims=(128, 128), lse=False), "normal", CPU)
+    int8, chosen = call.problem, Config(128, 64, 3)
+    of_16_bits = replace(int8, dtype="bfloat16", dtype_v=None, dtype_out=None, descale_blocks=None)
+    found, wide = (flash_fwd.cost(problem, H200, chosen) for problem in (int8, of_16_bits))
+    rows, keys = 2 * 150, 2 * 2 * 6 * 64  # 6 tiles of keys for each of two tiles of queries of two heads
+    assert (wide.read_bytes, found.read_bytes) == (rows * 256 + keys * 512, rows * 128 + keys * 384)
+    assert (wide.write_bytes, found.write_bytes) == (rows * 256, rows * 256)
+    assert wide.smem_bytes - found.smem_bytes == 128 * (128 + 3 * 64)

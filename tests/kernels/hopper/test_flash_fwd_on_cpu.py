@@ -41,8 +41,8 @@ def on_cpu(
     maps_of_keys: list[gluon_on_cpu.Map] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel's roles, one block after another; appends the maps of K and V."""
-    from warpwave.kernels.hopper import parts as device_parts
     from warpwave.kernels.hopper import factors, rows, scheduler, serial, softmax, split_float32, visible
+    from warpwave.kernels.hopper import parts as device_parts
     from warpwave.kernels.hopper import words as device_words
     from warpwave.kernels.hopper.flash_fwd import consumer, mask_bias, producer
 

@@ -196,10 +196,7 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
     rows = undecided(_table(call), call)
-    return [
-        (rule, next((_padded(call, c) for c in rule.choices if _runs(problem, gpu, c)), other))
-        for rule in rows
-    ]
+    return [(rule, next((_padded(call, c) for c in rule.choices if _runs(problem, gpu, c)), other)) for rule in rows]
 
 
 def _padded(call: Call, config: Config) -> Config:

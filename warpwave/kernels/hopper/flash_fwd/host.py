@@ -32,7 +32,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
 from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS
 
@@ -81,7 +81,7 @@ class _OfClass(NamedTuple):
 class Binder:
     """Binds the calls of one class (dispatch.py).
 
-    In 16 bits without a mask, bias, factors or copies, a call with a known config computes only its sizes and tensor maps.
+    In 16 bits without a mask, bias or copies, a call with a known config computes only its sizes and tensor maps.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Binder:
             if pack is not None:
                 words = make_words()
                 pack(mask, words)
-            others = (None, words, bias, operands.dropout_seed, *_factors(problem, operands))
+            others = (None, words, bias, operands.dropout_seed, *_factors(operands))
             launch_kernel(q, k, v, out, out, lse, *operands[5:9], *others)
             return out, lse
 
@@ -346,7 +346,7 @@ def _specify(
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m)
     sms = gpu.num_sms or NUM_SMS
-    others = (inverses, words, operands.bias, operands.dropout_seed, *_factors(problem, operands))
+    others = (inverses, words, operands.bias, operands.dropout_seed, *_factors(operands))
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
         grid=min(tiles, sms * config.blocks_per_sm),
@@ -378,16 +378,17 @@ def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[An
     of_bias = arguments.broadcast_strides(operands.bias)[:3]
     of_factors: list[int | None] = [None] * 7
     if problem.is_quantized:
-        q_descale, k_descale = _factors(problem, operands)
+        q_descale, k_descale = _factors(operands)
         of_factors = [*descales.strides_of_q(problem, q_descale), *descales.strides_of_keys(k_descale)]
     of_dropout = dropout.scalars(problem.dropout_p)
     return [scale, softcap, *mask_bits.strides(problem), *of_bias, *of_dropout, *of_factors]
 
 
-def _factors(problem: AttentionProblem, operands: AnyOperands) -> tuple[Any, Any]:
+def _factors(operands: AnyOperands) -> tuple[Any, Any]:
     """Returns the factors of q and k, None if they are not quantized."""
-    q_descale, k_descale = operands[9:11] if problem.is_quantized else (None, None)
-    return q_descale, k_descale
+    if isinstance(operands, QuantizedOperands):
+        return operands.q_descale, operands.k_descale
+    return None, None
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
