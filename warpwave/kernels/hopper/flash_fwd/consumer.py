@@ -160,9 +160,9 @@ def edge_scores(q, k_ring, n, tile, place, keys, rules):
 
 @jit
 def wait_step_values(v_ring, n, tile, place, keys, rules):
-    """Waits for V of a tile that does not pass the end of its sequence. With dropout, or if blocks of keys have factors,
-    the first tile of a window may begin before the first visible key; a call with a mask or bias repeats the block
-    instead (mask_bias.py)."""
+    """Waits for V of a tile that does not pass the end of its sequence. With dropout or factors of blocks of keys, the
+    first tile of a window may begin before the first visible key; a call with a mask or bias repeats the block instead
+    (mask_bias.py)."""
     wait_full(v_ring, n)
     if rules.HAS_LOW and (has_dropout(rules.dropout) or rules.ALIGN_KEYS) and not is_added(place):
         unseen = gl.maximum(keys.low, 0) - keys.begin
