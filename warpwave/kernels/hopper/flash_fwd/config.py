@@ -289,7 +289,7 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the call is dense and 16-bit, without mask or bias."""
+        """Returns whether the call is dense, with values in 16 bits, without mask or bias."""
         p = self.problem
         return p.dtype != "float32" and not p.packed and p.mask_shape is p.bias_shape is None
 
