@@ -119,6 +119,7 @@ VARIANTS = (
     Variant("hopper/flash_fwd_fp8", "causal", HOPPER, CAUSAL | FLOAT8),
     Variant("hopper/flash_fwd_fp8", "256, factors of blocks", HOPPER,
             FLOAT8 | width(256) | {"descale_blocks": (128, 128, 128)}),
+    Variant("hopper/flash_fwd", "int8, causal", HOPPER, CAUSAL | FLOAT8 | {"dtype": "int8", "dtype_v": "bfloat16"}),
     Variant("hopper/flash_fwd", "mask", HOPPER, MASK),
     Variant("hopper/flash_fwd", "bias, 64", HOPPER, width(64) | BIAS),
     Variant("hopper/flash_fwd", "ALiBi, 192", HOPPER, width(192) | CAUSAL | {"alibi_shape": (4,)}),

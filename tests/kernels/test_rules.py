@@ -63,7 +63,11 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
     ),
     (
         hopper_flash_fwd,
-        (*hopper_flash_fwd_configs.RULES, *hopper_flash_fwd_configs.RULES_OF_PARTS),
+        (
+            *hopper_flash_fwd_configs.RULES,
+            *hopper_flash_fwd_configs.RULES_OF_PARTS,
+            *hopper_flash_fwd_configs.RULES_OF_INT8,
+        ),
         _only(hopper_flash_fwd_configs.rule_of),
     ),
     (flash_fwd_fp8, flash_fwd_fp8_configs.RULES, _only(flash_fwd_fp8_configs.rule_of)),
@@ -98,6 +102,11 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
                 bias_shape=None, bias_dtype=None, error_budget=None, precision="default", requires_grad=False,
                 alibi_shape=None,
             )  # fmt: skip
+            if module is hopper_flash_fwd:  # a sixth with a bias for each score
+                problem = replace(problem, dtype="int8", dtype_v="bfloat16", descale_blocks=(*blocks[:2], 0))
+                if rng.random() < 1 / 6:
+                    shape = (1, 1, problem.seqlen_q, problem.seqlen_k)
+                    problem = replace(problem, bias_shape=shape, bias_dtype="bfloat16")
         if backward:
             problem = replace(problem, requires_grad=False, deterministic=rng.random() < 0.3)
         if not module.why_not(problem, gpu):

@@ -114,13 +114,33 @@ HOPPER_FP8 = [
     ),
     Mutant(
         "float8 on Hopper: values times the factor of the next tile", f"{FP8}/consumer.py",
-        "of_values(head, tile + 1, keys, rules)", "of_values(head, tile + 0, keys, rules)",
+        "of_values(values, tile + 1, keys, rules)", "of_values(values, tile + 0, keys, rules)",
         f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "assert ",
     ),
     Mutant(
         "float8 on Hopper: tiles that a group does not see are not handed back", f"{FP8}/consumer.py",
         "n = skip(k_ring, v_ring, n, block_end - end)", "n = skip(k_ring, v_ring, n, 0)",
         f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
+    ),
+]  # fmt: skip
+
+# Of its forward with int8 q and k, the same.
+INT8_ON_CPU = "../kernels/hopper/test_flash_fwd_int8_on_cpu.py::"
+HOPPER_INT8 = [
+    Mutant(
+        "int8 on Hopper: the factor of the first block for all queries", "kernels/hopper/factors.py",
+        "(row // factors.Q_BLOCK)", "(row * 0)",
+        f"{INT8_ON_CPU}test_the_protocol_on_a_cpu", "sinks", "gates fail",
+    ),
+    Mutant(
+        "int8 on Hopper: tiles of keys with two factors", "kernels/hopper/flash_fwd/kernel.py",
+        "K_BLOCK > 0, dropout, factors", "False, dropout, factors",
+        f"{INT8_ON_CPU}test_the_protocol_on_a_cpu", "far", "gates fail",
+    ),
+    Mutant(
+        "int8 on Hopper: only 16 values before a window are zeroed", "kernels/hopper/flash_fwd/consumer.py",
+        "rules.BLOCK_N if rules.ALIGN_KEYS else 16", "16",
+        f"{INT8_ON_CPU}test_values_that_no_query_sees_may_be_nan", "far", "assert ",
     ),
 ]  # fmt: skip
 

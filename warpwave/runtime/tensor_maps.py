@@ -22,6 +22,7 @@ GLUON_NAMES = {
     torch.float32: "float32",
     torch.float8_e4m3fn: "float8e4nv",
     torch.float8_e5m2: "float8e5",
+    torch.int8: "int8",
 }
 
 

@@ -294,7 +294,9 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
 
     def product(a: Any, b: Memory, acc: Tensor, use_acc: Any = True, is_async: bool = False) -> Tensor:
         left = a.values if isinstance(a, Memory) else a
-        return (left.float() @ b.values.float() + (acc if use_acc else 0)).as_subclass(Value)
+        # Sums of int8 products are exact in float32.
+        made = left.float() @ b.values.float() + (acc if use_acc else 0)
+        return made.to(acc.dtype).as_subclass(Value)
 
     def wait_product(outstanding: int, deps: Sequence[Tensor]) -> Any:
         return deps[0] if len(deps) == 1 else tuple(deps)
@@ -434,7 +436,7 @@ def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int,
         else:
             if tensor is not None and tensor.device.type == "meta":  # the tile counter
                 tensor = counter
-            given.append(None if tensor is None else Pointer(tensor.view(-1)))
+            given.append(None if tensor is None else Pointer(memory_from(tensor)))
     given += [None if x is None else torch.tensor(x) for x in spec.scalars]
     given += spec.constants.values()
     by_name = {m.__name__: m for m in modules}
@@ -444,6 +446,12 @@ def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int,
         home = names[spec.kernel.fn.__module__]
         getattr(home, spec.kernel.fn.__name__)(*given)
     assert counter.item() == 0, "the tile counter was not put back"
+
+
+def memory_from(tensor: Tensor) -> Tensor:
+    """The memory of a tensor from its first element on, in one dimension; strides are the kernel's arguments."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return tensor.as_strided((size,), (1,))
 
 
 def run_roles(roles: Sequence[Callable[[], None]]) -> None:

@@ -15,13 +15,13 @@ from warpwave import dispatch
 from warpwave.checks import Options, describe_call
 from warpwave.gpu import Gpu
 from warpwave.kernels import descales
-from warpwave.kernels.hopper import flash_fwd_fp8, rows, scheduler, serial, softmax, visible
+from warpwave.kernels.hopper import factors, flash_fwd_fp8, rows, scheduler, serial, softmax, visible
 from warpwave.kernels.hopper import parts as device_parts
 from warpwave.kernels.hopper import words as device_words
 from warpwave.kernels.hopper.flash_fwd import consumer as of_16_bits
 from warpwave.kernels.hopper.flash_fwd import mask_bias
 from warpwave.kernels.hopper.flash_fwd import producer as producer_of_16_bits
-from warpwave.kernels.hopper.flash_fwd_fp8 import Config, consumer, factors, kernel, producer, products
+from warpwave.kernels.hopper.flash_fwd_fp8 import Config, consumer, kernel, producer, products
 from warpwave.kernels.hopper.flash_fwd_fp8.config import fits
 from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem, QuantizedOperands

@@ -41,14 +41,15 @@ def on_cpu(
     maps_of_keys: list[gluon_on_cpu.Map] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel's roles, one block after another; appends the maps of K and V."""
+    from warpwave.kernels.hopper import factors, rows, scheduler, serial, softmax, split_float32, visible
     from warpwave.kernels.hopper import parts as device_parts
-    from warpwave.kernels.hopper import rows, scheduler, serial, softmax, split_float32, visible
     from warpwave.kernels.hopper import words as device_words
     from warpwave.kernels.hopper.flash_fwd import consumer, mask_bias, producer
 
     used = (
         consumer,
         producer,
+        factors,
         serial,
         split_float32,
         device_parts,
@@ -110,7 +111,7 @@ def on_cpu(
         dropped: Any = ()
         if problem.dropout_p:
             seed: Any = operands.dropout_seed
-            dropped = names[hopper_dropout.__name__].Dropout(gluon_on_cpu.Pointer(seed), *line_strides[11:])
+            dropped = names[hopper_dropout.__name__].Dropout(gluon_on_cpu.Pointer(seed), *line_strides[11:13])
         rules = names[visible.__name__].Rules(
             scale, softcap_log2, left, right, groups, block_n,
             *(constants[n] for n in ("HAS_LOW", "HAS_HIGH", "TOP_LEFT", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SINKS")),

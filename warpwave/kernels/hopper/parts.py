@@ -255,6 +255,31 @@ def operand(p, v_ring):
     return gl.convert_layout(p.to(v_ring.pieces[0].dtype), layout, assert_trivial=True)
 
 
+@constexpr_function
+def int8_accumulator_layout(width):
+    """Returns wgmma's layout of 64 rows of `width` int32, for 8-bit operands: that of float32, element by element."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 32])
+
+
+@jit
+def zero_scores(k_ring, BLOCK_N: gl.constexpr):
+    """Returns what `scores_async` adds to: int32 for int8 operands, else float32."""
+    if k_ring.pieces[0].dtype == gl.int8:
+        return gl.zeros([ROWS, BLOCK_N], gl.int32, int8_accumulator_layout(BLOCK_N))
+    else:
+        return zero_accumulator(BLOCK_N)
+
+
+@jit
+def finished_scores(scores, AFTER: gl.constexpr):
+    """Waits for all products in flight but the last AFTER, and returns scores in float32. It holds the sums of int8
+    products exactly, up to 1,024 columns."""
+    x = warpgroup_mma_wait(AFTER, deps=[scores])
+    if x.dtype == gl.int32:
+        x = gl.convert_layout(x.to(gl.float32), accumulator_layout(x.shape[1]), assert_trivial=True)
+    return x
+
+
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
     """Returns [64, WIDTH] of zeros."""

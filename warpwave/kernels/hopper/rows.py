@@ -25,11 +25,16 @@ def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
 
 
 @jit
-def zero_head(pieces, tile, unseen):
-    """Zeroes the first `unseen` rows of a tile, at most 16. With dropout, tiles may begin before what is seen first
-    (dropout.py), and 0 times NaN is NaN. Every consumer does so itself; they write the same values."""
+def zero_head(pieces, tile, unseen, MOST: gl.constexpr = 16):
+    """Zeroes the first `unseen` rows of a tile, at least 1 and at most MOST. With dropout (dropout.py), or if blocks of
+    keys have factors, tiles may begin before what is seen first, and 0 times NaN is NaN. Every consumer does so itself;
+    they write the same values."""
     for i in gl.static_range(len(pieces)):
-        zero_rows_before(matrix(pieces[i].index(tile)).slice(0, 16, dim=0), unseen)
+        x = matrix(pieces[i].index(tile))
+        zero_rows_before(x.slice(0, 16, dim=0), unseen)
+        for first in gl.static_range(16, MOST, 16):  # few rows at a time, to limit registers
+            if first < unseen:
+                zero_rows_before(x.slice(first, 16, dim=0), unseen - first)
     fence_async_shared()
 
 

@@ -32,6 +32,7 @@ class Rules:
     Q_IN_REGISTERS: gl.constexpr  # columns of Q in registers
     ALIGN_KEYS: gl.constexpr  # whether tiles of keys begin at multiples of their length
     dropout: object  # dropout.Dropout, in a consumer that of its head; () without dropout
+    factors: object  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
 
     @constexpr_function
     def __init__(
@@ -57,6 +58,7 @@ class Rules:
         Q_IN_REGISTERS=0,
         ALIGN_KEYS=False,
         dropout=None,
+        factors=None,
     ):
         self.scale = scale
         self.softcap_log2 = softcap_log2
@@ -79,16 +81,23 @@ class Rules:
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.ALIGN_KEYS = gl.constexpr(ALIGN_KEYS)
         self.dropout = gl.tuple([]) if dropout is None else dropout
+        self.factors = gl.tuple([]) if factors is None else factors
 
 
 @jit
 def with_scale(rules, scale):
     """Returns the rules with another scale."""
+    return with_factors(rules, scale, rules.factors)
+
+
+@jit
+def with_factors(rules, scale, factors):
+    """Returns the rules with another scale and other factors."""
     return Rules(
         scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
         rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
         rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V, rules.Q_IN_REGISTERS,
-        rules.ALIGN_KEYS, rules.dropout,
+        rules.ALIGN_KEYS, rules.dropout, factors,
     )  # fmt: skip
 
 
@@ -99,7 +108,7 @@ def with_dropout(rules, dropout):
         rules.scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N,
         rules.HAS_LOW, rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS,
         rules.IS_VARLEN, rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V,
-        rules.Q_IN_REGISTERS, rules.ALIGN_KEYS, dropout,
+        rules.Q_IN_REGISTERS, rules.ALIGN_KEYS, dropout, rules.factors,
     )  # fmt: skip
 
 

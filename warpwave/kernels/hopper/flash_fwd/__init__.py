@@ -7,6 +7,7 @@ from warpwave.kernels.hopper.flash_fwd.config import ABLE, default, notes
 from warpwave.kernels.hopper.flash_fwd.host import (
     NAME,
     NEEDS_GPU,
+    QUANTIZED,
     SKIPS_HIDDEN_TILES,
     Binder,
     Config,
@@ -23,6 +24,7 @@ __all__ = [
     "ABLE",
     "NAME",
     "NEEDS_GPU",
+    "QUANTIZED",
     "SKIPS_HIDDEN_TILES",
     "Binder",
     "Config",

@@ -25,13 +25,16 @@ from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_HEAD_DIM_WITH_DROPOUT = 256  # as gradients
-MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256}
+MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256}
+SIXTEEN_BIT = ("float16", "bfloat16")
 
 
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = reasons.of_hopper(gpu)
+    if problem.is_quantized and (refused := _against_quantized(problem)):
+        return found + refused
     if problem.dtype == "float32":
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
@@ -41,13 +44,17 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.dropout_p and (problem.dtype == "float32" or is_wide):
         found.append(f"it has dropout only in 16-bit types and up to head_dim {MAX_HEAD_DIM_WITH_DROPOUT}")
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        dtype = problem.dtype if name == "head_dim" else problem.dtype_of_v
         if size > MAX_HEAD_DIM[problem.dtype]:
             found.append(
                 f"{name} is {size}; rows of K and V must fit a tile and rows of out must fit the registers: "
                 f"at most {MAX_HEAD_DIM[problem.dtype]} in {problem.dtype}"
             )
-        if size % 8 and problem.dtype != "float32":
-            found.append(f"{name} is {size}; it must be a multiple of 8, because TMA copies multiples of 16 bytes")
+        multiple = 16 // DTYPE_BYTES[dtype]
+        if size % multiple and problem.dtype != "float32":
+            found.append(
+                f"{name} is {size}; it must be a multiple of {multiple}, because TMA copies multiples of 16 bytes"
+            )
     for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
         if shape is not None and problem.dtype == "float32":
             found.append(f"it takes a {name} only in 16-bit types")
@@ -57,6 +64,17 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if not found and has_bias_cells(problem) and default(problem, gpu) is None:
         found.append("no tile fits shared memory and registers together with its tile of the bias")
     return found
+
+
+def _against_quantized(problem: AttentionProblem) -> list[str]:
+    """Returns why this kernel cannot multiply quantized operands."""
+    if problem.dtype != "int8":
+        return [f"q is {problem.dtype}; its quantized products are int8"]
+    if problem.dtype_of_v not in SIXTEEN_BIT:
+        return [f"v is {problem.dtype_of_v}; beside int8 q and k it takes v in float16 or bfloat16"]
+    if problem.dtype_of_out not in SIXTEEN_BIT:
+        return [f"out is {problem.dtype_of_out}; it writes float16 and bfloat16"]
+    return []
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -82,7 +100,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In
     float32 it includes what the preceding launches read, and the parts that they write."""
-    size = DTYPE_BYTES[problem.dtype]
+    size, size_v, size_out = (DTYPE_BYTES[x] for x in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
     width, width_v = map(sum, row_pieces(problem, config))
     visited = walk(problem, config.block_m, config.block_n, from_first=True).tiles
     # A warpgroup skips its tiles when all its rows lie past the end of the sequence.
@@ -107,8 +125,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
             if many_maxima:
                 launches = 3
                 split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
-    if size == 2:  # as TMA copies them: 80 columns take as long as 176
-        k_bytes = line_bytes(size * problem.head_dim) + line_bytes(size * problem.head_dim_v)
+    if problem.dtype != "float32":  # as TMA copies them: 80 columns of 16 bits take as long as 176
+        k_bytes = line_bytes(size * problem.head_dim) + line_bytes(size_v * problem.head_dim_v)
     reads = rows * q_bytes + visited * config.block_n * k_bytes
     if problem.mask_shape is not None:  # a preceding launch packs the mask into bits
         split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
@@ -121,7 +139,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         flops=2 * scores * (width + width_v),
         exponentials=scores,
         read_bytes=reads,
-        write_bytes=rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0)),
+        write_bytes=rows * (problem.head_dim_v * size_out + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=workspace,
         scratch_bytes=reads if workspace else 0,

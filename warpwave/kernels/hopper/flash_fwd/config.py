@@ -10,7 +10,7 @@ from warpwave.kernels import rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule, deciding, undecided
-from warpwave.problem import AttentionProblem, by_kind
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 SHORT_KEYS = 2048
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
@@ -88,8 +88,8 @@ def registers(config: Config) -> tuple[int, int]:
 
 
 def row_pieces(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the pieces of a row of Q and K, and those of a row of V."""
-    return pieces(problem.head_dim), pieces(problem.head_dim_v, config.narrowest_v)
+    """Returns the pieces of a row of Q and K, and those of a row of V. wgmma sums 32 columns of int8 at a time."""
+    return pieces(problem.head_dim, 32 if problem.is_quantized else 16), pieces(problem.head_dim_v, config.narrowest_v)
 
 
 def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
@@ -102,15 +102,17 @@ def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
 @by_kind
 def out_columns(problem: AttentionProblem, config: Config) -> int:
     """Returns how many columns of out have their own shared memory, so that the next block's Q loads during the last
-    product: all columns, half of 256, or none, in which case out reuses the memory of Q's first pieces. Worth 10 % at
-    16 x 1024 (head_dim 128)."""
+    product: all columns, half of 256, or none, in which case out reuses the memory of Q's first pieces, unless Q is of
+    8 bits. Worth 10 % at 16 x 1024 (head_dim 128)."""
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
     of_queries, of_values = row_pieces(problem, config)
     width = sum(of_values)
     if of_queries[: len(of_values)] != of_values or _smem(problem, config, width) <= limit:
         return width
     halves = of_queries == of_values == (256,)
-    return 128 if halves and _smem(problem, config, 128) <= limit else 0
+    if halves and _smem(problem, config, 128) <= limit:
+        return 128
+    return width if problem.is_quantized else 0
 
 
 @by_kind
@@ -122,7 +124,7 @@ def q_in_registers(problem: AttentionProblem, config: Config) -> int:
     long, with half at head_dim 128 1.01 times. If scores need more work (masks, biases, dropout), registers run out.
     """
     of_queries, of_values = row_pieces(problem, config)
-    wide = problem.dtype != "float32" and of_queries == of_values == (256,)
+    wide = DTYPE_BYTES[problem.dtype] == 2 and of_queries == of_values == (256,)
     bare = problem.mask_shape is problem.bias_shape is problem.alibi_shape is None and problem.softcap == 0.0
     bare = bare and problem.window_size == (-1, -1) and not problem.packed and not problem.dropout_p
     return 128 if wide and bare and (config.block_m, config.block_n) == (128, 64) else 0
@@ -138,9 +140,11 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1) -> int:
     width, width_v = map(sum, row_pieces(problem, config))
-    elements = config.block_m * (width + out_columns) + config.num_stages * config.block_n * (width + width_v)
+    of_keys = config.block_m + config.num_stages * config.block_n  # rows of Q and K
+    of_values = config.block_m * out_columns + config.num_stages * config.block_n * width_v
     beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
-    return 2 * parts * elements + beside + 2048  # 2048 for barriers and reductions
+    size = 1 if problem.is_quantized else 2 * parts
+    return of_keys * width * size + of_values * 2 * parts + beside + 2048  # 2048 for barriers and reductions
 
 
 def has_bias_cells(problem: AttentionProblem) -> bool:
@@ -191,17 +195,14 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     """Returns the rules that depend on lengths, each with its first config that fits the GPU, else any that fits."""
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
-    rows = undecided(RULES_OF_PARTS if call.parts > 1 else RULES, call)
-    return [
-        (rule, next((_padded(call, c) for c in rule.choices if _fits_shared_memory(problem, gpu, c)), other))
-        for rule in rows
-    ]
+    rows = undecided(_table(call), call)
+    return [(rule, next((_padded(call, c) for c in rule.choices if _runs(problem, gpu, c)), other)) for rule in rows]
 
 
 def _padded(call: Call, config: Config) -> Config:
     """Returns the config with rows of V in wider pieces if that is faster, and fits."""
     wider = replace(config, narrowest_v=64)
-    return wider if call.pads_values and _fits_shared_memory(call.problem, call.gpu, wider) else config
+    return wider if call.pads_values and _runs(call.problem, call.gpu, wider) else config
 
 
 @by_kind
@@ -226,14 +227,16 @@ def _width(problem: AttentionProblem) -> int:
 
 
 @by_kind
-def _fits_shared_memory(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+def _runs(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Checks the shared memory of all blocks of an SM, and that the keys of a tile share a factor."""
+    if problem.descale_blocks is not None and problem.descale_blocks[1] % config.block_n:
+        return False
     return config.blocks_per_sm * (smem_bytes(problem, gpu, config) + 1024) <= SMEM_PER_SM
 
 
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Checks the shared memory of all blocks of an SM, and a consumer thread's registers: scores, probabilities and
-    accumulator."""
-    if not _fits_shared_memory(problem, gpu, config):
+    """Checks what `_runs` does, and a consumer thread's registers: scores, probabilities and accumulator."""
+    if not _runs(problem, gpu, config):
         return False
     width_v, block_n, parts = sum(row_pieces(problem, config)[1]), config.block_n, num_parts(problem, gpu)
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
@@ -286,7 +289,7 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the call is dense and 16-bit, without mask or bias."""
+        """Returns whether the call is dense, with values in 16 bits, without mask or bias."""
         p = self.problem
         return p.dtype != "float32" and not p.packed and p.mask_shape is p.bias_shape is None
 
@@ -447,6 +450,43 @@ RULES_OF_PARTS: tuple[Rule[Config], ...] = (
         HALVES,
     ),
 )
+AS_IN_16_BITS = "not measured with int8 products; the choice of 16-bit calls"
+# int8 q and k. A second choice is for a factor of each 64 keys: a tile of keys has one.
+RULES_OF_INT8: tuple[Rule[Config], ...] = (
+    Rule("int8, head_dim above 128", lambda c: c.width > 128, (Config(128, 64, 2),), AS_IN_16_BITS),
+    Rule(
+        "int8, head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries balance over the SMs",
+        lambda c: c.width > 64 and c.is_plain and c.suits_192,
+        (Config(192, 64, 4),),
+        AS_IN_16_BITS,
+    ),
+    Rule(
+        "int8, head_dim 65 to 128, a bias for each score",
+        lambda c: c.width > 64 and c.bias_bytes,
+        (Config(128, 64, 3), Config(128, 64, 2)),
+        AS_IN_16_BITS,
+    ),
+    Rule("int8, head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2), Config(128, 64, 3)), AS_IN_16_BITS),
+    Rule(
+        "int8, head_dim up to 64, a bias for each score",
+        lambda c: c.bias_bytes,
+        (Config(128, 128, 2), Config(128, 64, 2)),
+        AS_IN_16_BITS,
+    ),
+    Rule(
+        "int8, head_dim up to 64, a causal mask or window, at most 2,048 keys a query",
+        lambda c: c.is_short_causal,
+        (Config(64, 64, 3, 3),),
+        AS_IN_16_BITS,
+    ),
+    Rule(
+        "int8, head_dim up to 64, blocks of 192 queries do not balance over the SMs",
+        lambda c: c.rows_per_sm(192) > 1.2 * c.rows_per_sm(64),
+        (Config(64, 128, 2, 2), Config(64, 64, 3, 2)),
+        AS_IN_16_BITS,
+    ),
+    Rule("int8, head_dim up to 64", lambda c: True, (Config(192, 128, 3), Config(192, 64, 4)), AS_IN_16_BITS),
+)
 
 
 def _is_short_band(call: Call) -> bool:
@@ -456,7 +496,13 @@ def _is_short_band(call: Call) -> bool:
 def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
     """Returns the row that chooses the default config."""
     call = Call(problem, gpu)
-    return deciding(RULES_OF_PARTS if call.parts > 1 else RULES, call)
+    return deciding(_table(call), call)
+
+
+def _table(call: Call) -> tuple[Rule[Config], ...]:
+    if call.problem.is_quantized:
+        return RULES_OF_INT8
+    return RULES_OF_PARTS if call.parts > 1 else RULES
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:

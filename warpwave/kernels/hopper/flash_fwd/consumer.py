@@ -8,6 +8,7 @@ The same holds for all tiles of a boolean mask; tiles that it hides entirely are
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import drop, has_dropout, key_of, of_head
+from warpwave.kernels.hopper.factors import has_factors, rules_of_queries, rules_of_tile
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     has_bias_tiles,
@@ -31,6 +32,7 @@ from warpwave.kernels.hopper.parts import (
     Ring,
     accumulator_layout,
     arrive_alone,
+    finished_scores,
     hand_back,
     hand_back_multiplied,
     like,
@@ -42,6 +44,7 @@ from warpwave.kernels.hopper.parts import (
     wait_for,
     wait_full,
     zero_accumulator,
+    zero_scores,
 )
 from warpwave.kernels.hopper.rows import store_out, zero_head, zero_values
 from warpwave.kernels.hopper.serial import serial_tiles, too_wide_to_overlap
@@ -73,7 +76,6 @@ from warpwave.runtime.gluon_or_stub import (
     jit,
     mbarrier,
     tma,
-    warpgroup_mma_wait,
 )
 
 
@@ -84,15 +86,16 @@ def step(
 ):  # fmt: skip
     """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
     values."""
+    of_tile = rules_of_tile(tile, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, False)
     wait_full(k_ring, n + 1)
-    scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
+    scores = scores_async(q, k_ring, n + 1, zero_scores(k_ring, rules.BLOCK_N))
     pending = values_async(p, v_ring, n, acc)
     ahead = read_bias(ahead, place, k_ring, n + 1, rules)
-    x = warpgroup_mma_wait(len(pending), deps=[scores])
+    x = finished_scores(scores, len(pending))
     hand_back_keys(k_ring, n + 1, place)
     release(q_empty, GROUP, is_last, rules)
-    x, scale = scores_in_bits(x, ahead, tile, place, keys, rules, False)
+    x, scale = scores_in_bits(x, ahead, tile, place, keys, of_tile, False)
     if rules.HAS_LOW and not is_masked(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
@@ -145,24 +148,26 @@ def release(q_empty, GROUP: gl.constexpr, is_last, rules):
 @jit
 def edge_scores(q, k_ring, n, tile, place, keys, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
+    of_tile = rules_of_tile(tile, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, True)
     wait_full(k_ring, n)
-    scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
+    scores = scores_async(q, k_ring, n, zero_scores(k_ring, rules.BLOCK_N))
     ahead = read_bias(ahead, place, k_ring, n, rules)
-    x = warpgroup_mma_wait(0, deps=[scores])
+    x = finished_scores(scores, 0)
     hand_back_keys(k_ring, n, place)
-    return scores_in_bits(x, ahead, tile, place, keys, rules, True)
+    return scores_in_bits(x, ahead, tile, place, keys, of_tile, True)
 
 
 @jit
 def wait_step_values(v_ring, n, tile, place, keys, rules):
-    """Waits for V of a tile that does not pass the end of its sequence. With dropout, the first tile of a window may
-    begin before the first visible key; a call with a mask or bias repeats the block instead (mask_bias.py)."""
+    """Waits for V of a tile that does not pass the end of its sequence. With dropout or factors of blocks of keys, the
+    first tile of a window may begin before the first visible key; a call with a mask or bias repeats the block instead
+    (mask_bias.py)."""
     wait_full(v_ring, n)
-    if rules.HAS_LOW and has_dropout(rules.dropout) and not is_added(place):
+    if rules.HAS_LOW and (has_dropout(rules.dropout) or rules.ALIGN_KEYS) and not is_added(place):
         unseen = gl.maximum(keys.low, 0) - keys.begin
         if (tile == 0) & (unseen > 0):
-            zero_head(v_ring.pieces, n % v_ring.stages, unseen)
+            zero_head(v_ring.pieces, n % v_ring.stages, unseen, rules.BLOCK_N if rules.ALIGN_KEYS else 16)
 
 
 @jit
@@ -395,6 +400,8 @@ def consumer(GROUP: gl.constexpr, role):
             rules_of_head = scaled_rules(
                 role.inverses_ptr, role.q_inverses_ptr, work, GROUP, role.num_heads, role.group_size, rules
             )
+        if has_factors(rules.factors):
+            rules_of_head = rules_of_queries(rules.factors, place.row_first, work, rules)
         if has_dropout(rules.dropout):
             rules_of_head = with_dropout(rules, of_head(rules.dropout, dropout_key, work.batch, work.head))
         n = skip(k_ring, v_ring, n, block_end - end)

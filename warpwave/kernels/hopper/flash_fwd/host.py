@@ -11,7 +11,7 @@ import torch
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments, dropout
+from warpwave.kernels import arguments, descales, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd.config import (
@@ -32,7 +32,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
 from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS
 
@@ -50,6 +50,7 @@ __all__ = [
 
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
+QUANTIZED = True
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
 BIAS_SOURCE = 4 + 8  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
 
@@ -107,7 +108,8 @@ class Binder:
         pack = launch.bind(before[0]) if before else None
         family = tensor_maps.family(spec, plans, (first.q, first.k, first.v, out))
         launch_kernel = family.first()
-        if pack is None and operands.bias is None and operands.dropout_seed is None:
+        is_bare = pack is None and operands.bias is None and operands.dropout_seed is None
+        if is_bare and not problem.is_quantized:
             if mappable is arguments.as_it_is:
                 boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
                 sms = gpu.num_sms or NUM_SMS
@@ -122,7 +124,8 @@ class Binder:
             if pack is not None:
                 words = make_words()
                 pack(mask, words)
-            launch_kernel(q, k, v, out, out, lse, *operands[5:9], None, words, bias, operands.dropout_seed)
+            others = (None, words, bias, operands.dropout_seed, *_factors(operands))
+            launch_kernel(q, k, v, out, out, lse, *operands[5:9], *others)
             return out, lse
 
         return arguments.behind(mappable, run_beside)
@@ -343,7 +346,7 @@ def _specify(
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m)
     sms = gpu.num_sms or NUM_SMS
-    others = (inverses, words, operands.bias, operands.dropout_seed)
+    others = (inverses, words, operands.bias, operands.dropout_seed, *_factors(operands))
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
         grid=min(tiles, sms * config.blocks_per_sm),
@@ -366,20 +369,33 @@ def _scalars(problem: AttentionProblem, operands: AnyOperands, config: Config, t
 
 
 def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[Any]:
-    """Returns the last run-time arguments. Without a mask or bias they do not depend on lengths."""
+    """Returns the last run-time arguments. Without a mask, bias or factors they do not depend on lengths."""
     scale, softcap = host.score_units(problem)
     if problem.bias_shape is not None:  # scores stay in natural units until the bias is added (mask_bias.py)
         scale, softcap = (scale, problem.softcap) if softcap else (problem.softmax_scale, 0.0)
     if problem.dtype != "float32" and scale == 0.0:
         scale = 2.0**-100  # hidden scores are multiplied too, and 0 * -inf is NaN; all others still round to 0
     of_bias = arguments.broadcast_strides(operands.bias)[:3]
-    return [scale, softcap, *mask_bits.strides(problem), *of_bias, *dropout.scalars(problem.dropout_p)]
+    of_factors: list[int | None] = [None] * 7
+    if problem.is_quantized:
+        q_descale, k_descale = _factors(operands)
+        of_factors = [*descales.strides_of_q(problem, q_descale), *descales.strides_of_keys(k_descale)]
+    of_dropout = dropout.scalars(problem.dropout_p)
+    return [scale, softcap, *mask_bits.strides(problem), *of_bias, *of_dropout, *of_factors]
+
+
+def _factors(operands: AnyOperands) -> tuple[Any, Any]:
+    """Returns the factors of q and k, None if they are not quantized."""
+    if isinstance(operands, QuantizedOperands):
+        return operands.q_descale, operands.k_descale
+    return None, None
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
     """Returns the compile-time arguments of the kernel, by name, in its order."""
     features = arguments.feature_constants(problem)
     consumer, producer = registers(config)
+    block_q, block_k, _ = problem.descale_blocks or (0, 0, 0)
     return {
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
@@ -399,6 +415,8 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "PRODUCER_REGISTERS": producer,
         "HAS_MASK": features["HAS_MASK"],
         "Q_IN_REGISTERS": q_in_registers(problem, config) if Q_FITS_REGISTERS else 0,
+        "Q_BLOCK": block_q,
+        "K_BLOCK": block_k,
     }
 
 

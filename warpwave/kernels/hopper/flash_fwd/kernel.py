@@ -1,5 +1,5 @@
 """FlashAttention forward for NVIDIA Hopper: warp-specialized, in Gluon; bf16 and fp16, head_dim up to 384; float32 by
-parts of 16 bits, up to 256.
+parts of 16 bits, up to 256; int8 q and k beside a 16-bit v, up to 256.
 
 A block is one producer warp and one to three consumer warpgroups of 64 queries each. The producer loads Q, K and V
 tiles into shared memory by TMA. Consumers multiply them by wgmma directly from shared memory and keep probabilities in
@@ -10,6 +10,9 @@ registers. They turn the scores of one tile into probabilities while the tensor 
 preceding launch packs a boolean mask into bits (prepass/mask_bits.py); a bias is loaded with K (mask_bias.py).
 
     S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
+
+Products of int8 q and k are summed exactly in int32 and converted to float32; their factors are part of softmax_scale
+(../factors.py).
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1 and
 3.2. The online softmax rescales only when a row's maximum has risen by more than `softmax.LAG`.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import Dropout
+from warpwave.kernels.hopper.factors import Factors, OfKeys
 from warpwave.kernels.hopper.flash_fwd.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, is_added
 from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
@@ -38,6 +42,8 @@ UNSPECIALISED = [
     *("stride_words_h", "stride_words_t", "stride_words_m", "stride_bias_b", "stride_bias_h", "stride_bias_m"),
     *("flags_begin", "stride_flags_b", "stride_flags_h", "stride_flags_m"),
     "dropout_threshold",
+    *("stride_q_descale_b", "stride_q_descale_h", "stride_q_descale_member", "stride_q_descale_m"),
+    *("stride_k_descale_b", "stride_k_descale_h", "stride_k_descale_n"),
 ]
 
 
@@ -66,6 +72,8 @@ def hopper_flash_fwd_kernel(
     words_ptr,
     bias_ptr,
     dropout_seed_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
     counter_ptr,
     stride_alibi_b,
     stride_lb,
@@ -97,6 +105,13 @@ def hopper_flash_fwd_kernel(
     stride_bias_m,
     dropout_threshold,
     dropout_scale,
+    stride_q_descale_b,
+    stride_q_descale_h,
+    stride_q_descale_member,
+    stride_q_descale_m,
+    stride_k_descale_b,
+    stride_k_descale_h,
+    stride_k_descale_n,
     GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -117,13 +132,15 @@ def hopper_flash_fwd_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     HAS_MASK: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
+    Q_BLOCK: gl.constexpr,
+    K_BLOCK: gl.constexpr,
     BIAS: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
 
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
     None. In float32, PARTS consecutive heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no
-    maps.
+    maps. Q_BLOCK and K_BLOCK tokens of int8 share a factor, or all tokens of a head if 0.
     """
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
@@ -134,10 +151,15 @@ def hopper_flash_fwd_kernel(
     dropout = ()
     if dropout_seed_ptr is not None:
         dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
+    factors = ()
+    if q_descale_ptr is not None:
+        of_k = OfKeys(k_descale_ptr, (stride_k_descale_b, stride_k_descale_h, stride_k_descale_n), K_BLOCK)
+        strides = (stride_q_descale_b, stride_q_descale_h, stride_q_descale_member, stride_q_descale_m)
+        factors = Factors(q_descale_ptr, strides, of_k, group_size, Q_BLOCK)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V, Q_IN_REGISTERS,
-        False, dropout,
+        K_BLOCK > 0, dropout, factors,
     )  # fmt: skip
     # Tuples and aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through
     # them.

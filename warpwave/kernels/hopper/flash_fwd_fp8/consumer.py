@@ -6,16 +6,9 @@ accumulator.
 """
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.factors import OfKeys, of_head, of_output, of_values, rules_of_queries, rules_of_tile
 from warpwave.kernels.hopper.flash_fwd.consumer import release
 from warpwave.kernels.hopper.flash_fwd.mask_bias import hide_by_position
-from warpwave.kernels.hopper.flash_fwd_fp8.factors import (
-    Factors,
-    of_head,
-    of_output,
-    of_values,
-    rules_of_queries,
-    rules_of_tile,
-)
 from warpwave.kernels.hopper.flash_fwd_fp8.products import (
     accumulator_layout,
     as_pieces,
@@ -90,7 +83,7 @@ def raised(m_i):
 @jit
 def step(
     q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, l_i, acc, tile, is_last, whole_begin, whole_end,
-    place, keys, head, rules,
+    place, keys, values, rules,
 ):  # fmt: skip
     """Computes the scores of tile n + 1 with their softmax, and the product of tile n's probabilities and values.
 
@@ -100,10 +93,10 @@ def step(
     """
     MANY: gl.constexpr = len(chunks_of(v_ring.pieces))
     TOGETHER: gl.constexpr = starts_together(v_ring.pieces)
-    BLOCKWISE: gl.constexpr = head.V_BLOCK > 0
+    BLOCKWISE: gl.constexpr = values.BLOCK > 0
     p = operands(p, v_ring, rules.BLOCK_N)
-    of_tile = rules_of_tile(head, tile, keys, rules)
-    factor = of_values(head, tile + 1, keys, rules)
+    of_tile = rules_of_tile(tile, keys, rules)
+    factor = of_values(values, tile + 1, keys, rules)
     wait_full(k_ring, n + 1)
     if TOGETHER:
         scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
@@ -140,9 +133,9 @@ def step(
 
 
 @jit
-def edge_scores(q, k_ring, n, tile, place, keys, head, rules):
+def edge_scores(q, k_ring, n, tile, place, keys, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
-    of_tile = rules_of_tile(head, tile, keys, rules)
+    of_tile = rules_of_tile(tile, keys, rules)
     wait_full(k_ring, n)
     scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
     x = warpgroup_mma_wait(0, deps=[scores])
@@ -151,28 +144,28 @@ def edge_scores(q, k_ring, n, tile, place, keys, head, rules):
 
 
 @jit
-def add_values(p, v_ring, n, acc, tile, keys, head, rules):
+def add_values(p, v_ring, n, acc, tile, keys, values, rules):
     """Returns acc plus the product of tile n's probabilities and values, with no other work in flight."""
     MANY: gl.constexpr = len(chunks_of(v_ring.pieces))
     p = operands(p, v_ring, rules.BLOCK_N)
-    factor = of_values(head, tile, keys, rules)
+    factor = of_values(values, tile, keys, rules)
     if starts_together(v_ring.pieces):
-        return with_products(acc, value_products(p, v_ring, n), factor, head.V_BLOCK > 0)
+        return with_products(acc, value_products(p, v_ring, n), factor, values.BLOCK > 0)
     else:
         first = value_product(p, v_ring, n, 0)
-        acc, _ = with_chunks(acc, first, p, v_ring, n, factor, head.V_BLOCK > 0, 0, MANY)
+        acc, _ = with_chunks(acc, first, p, v_ring, n, factor, values.BLOCK > 0, 0, MANY)
         return acc
 
 
 @jit
-def edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, head, rules):
+def edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, values, rules):
     """Processes tile n without overlap: the mask takes a tile's worth of registers, so two tiles do not fit."""
-    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     m_i, alpha = settled(x, scale, m_i)
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
     wait_full(v_ring, n)
-    acc = add_values(rounded(p32, rules.BLOCK_N), v_ring, n, acc, tile, keys, head, rules)
+    acc = add_values(rounded(p32, rules.BLOCK_N), v_ring, n, acc, tile, keys, values, rules)
     hand_back_multiplied(v_ring, n)
     return m_i, l_i, acc
 
@@ -190,7 +183,7 @@ def first_state(v_ring, BLOCK_N: gl.constexpr):
 
 @jit
 def all_tiles(
-    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head, rules
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, values, rules
 ):  # fmt: skip
     """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
     with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
@@ -203,11 +196,11 @@ def all_tiles(
         first = begin
     elif rules.HAS_HIGH:
         while tile > last:
-            m_i, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, head, rules)
+            m_i, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, values, rules)
             n += 1
             tile -= 1
     is_last = tile == begin
-    x, scale = edge_scores(q, k_ring, n, tile, place, keys, head, rules)
+    x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, is_last, rules)
     m_i, alpha = settled(x, scale, m_i)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
@@ -217,10 +210,10 @@ def all_tiles(
     for i in range(last - first):
         p, m_i, l_i, acc = step(
             q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, l_i, acc, last - 1 - i, last - 1 - i == begin,
-            whole_begin, whole_end, place, keys, head, rules,
+            whole_begin, whole_end, place, keys, values, rules,
         )  # fmt: skip
         n += 1
-    acc = add_values(p, v_ring, n, acc, first, keys, head, rules)
+    acc = add_values(p, v_ring, n, acc, first, keys, values, rules)
     tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
     hand_back(v_ring, n)
     return n + 1, of_rows(m_i, x), l_i, acc
@@ -234,7 +227,7 @@ class Consumer:
         out_maps, out_tiles, out_ptr: out's tensor maps, their buffers, and out's address in a packed call.
         lse_ptr, stride_lb, stride_lh: the log-sum-exp, and its strides along batches and heads.
         alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
-        factors: the dequantization factors of q, k and v.
+        values: the dequantization factors of V.
         q_tiles, q_full, q_empty: the queries of a block and their barriers.
         k_ring, v_ring, box: tiles of K and of V transposed, and the producer's messages.
     """
@@ -244,7 +237,7 @@ class Consumer:
     lse_ptr: gl.tensor
     alibi_slopes_ptr: gl.tensor
     sinks_ptr: gl.tensor
-    factors: Factors
+    values: OfKeys
     stride_alibi_b: gl.tensor
     stride_lb: gl.tensor
     stride_lh: gl.tensor
@@ -262,7 +255,7 @@ class Consumer:
 
     @constexpr_function
     def __init__(
-        self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
+        self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, values, stride_alibi_b, stride_lb, stride_lh,
         num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
     ):  # fmt: skip
         self.out_maps = out_maps
@@ -270,7 +263,7 @@ class Consumer:
         self.lse_ptr = lse_ptr
         self.alibi_slopes_ptr = alibi_slopes_ptr
         self.sinks_ptr = sinks_ptr
-        self.factors = factors
+        self.values = values
         self.stride_alibi_b = stride_alibi_b
         self.stride_lb = stride_lb
         self.stride_lh = stride_lh
@@ -308,15 +301,15 @@ def consumer(GROUP: gl.constexpr, role):
         if rules.HAS_ALIBI:
             slope = gl.load(role.alibi_slopes_ptr + work.batch * role.stride_alibi_b + work.head)
             place = Place(place.row_first, place.offset, slope * LOG2_E)
-        head = of_head(role.factors, work)
-        of_queries = rules_of_queries(role.factors, head, place.row_first, work, rules)
+        values = of_head(role.values, rules.factors.group_size, work)
+        of_queries = rules_of_queries(rules.factors, place.row_first, work, rules)
         n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
         n, m_i, l_i, acc = all_tiles(
-            q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, head, of_queries
+            q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, values, of_queries
         )  # fmt: skip
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
@@ -329,7 +322,7 @@ def consumer(GROUP: gl.constexpr, role):
             sink = gl.load(role.sinks_ptr + work.head) * LOG2_E
             m_i, l_row, _, factor = with_sink(m_i, l_row, l_row, sink)
         saw_nothing, factor = factors_of_out(l_row, l_row, factor, rules)
-        factor = factor * of_output(head)
+        factor = factor * of_output(values)
         chunks = ()
         for c in gl.static_range(len(acc)):
             chunks = chunks + (gl.where(like(saw_nothing, acc[c]), 0.0, acc[c] * like(factor, acc[c])),)

@@ -4,7 +4,7 @@ A block is one producer warp and one to three consumer warpgroups of 64 queries 
 reads both operands along the summed axis, so a preceding launch writes V transposed (prepass/transpose_values.py).
 Probabilities are multiplied by 2^8 and rounded to float8_e4m3. The tensor cores add with about 14 bits, so no product
 with V covers more than 128 keys; its sum is added in float32 (products.py), where the factor of V also goes
-(factors.py).
+(../factors.py).
 
     S = softmax_scale * q_descale * k_descale * (Q K^T), then softcap, ALiBi, mask
     out = softmax(S) (V * v_descale);   lse = log(sum(exp(S)))
@@ -22,11 +22,11 @@ import torch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, descales
 from warpwave.kernels.hopper import host, scheduler
+from warpwave.kernels.hopper.factors import Factors, OfKeys
 from warpwave.kernels.hopper.flash_fwd.config import query_tiles
 from warpwave.kernels.hopper.flash_fwd.producer import Producer
 from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces, registers
 from warpwave.kernels.hopper.flash_fwd_fp8.consumer import Consumer, consumer
-from warpwave.kernels.hopper.flash_fwd_fp8.factors import Factors
 from warpwave.kernels.hopper.flash_fwd_fp8.producer import producer
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
 from warpwave.kernels.hopper.visible import Rules
@@ -131,9 +131,13 @@ def hopper_flash_fwd_fp8_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     out_maps = present(out_map, out_map_2, out_map_3)
+    of_k = OfKeys(k_descale_ptr, (stride_k_descale_b, stride_k_descale_h, stride_k_descale_n), K_BLOCK)
+    of_v = OfKeys(v_descale_ptr, (stride_v_descale_b, stride_v_descale_h, stride_v_descale_n), V_BLOCK)
+    strides = (stride_q_descale_b, stride_q_descale_h, stride_q_descale_member, stride_q_descale_m)
+    factors = Factors(q_descale_ptr, strides, of_k, group_size, Q_BLOCK)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, True, 1, 0, 0, True,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, True, 1, 0, 0, True, (), factors,
     )  # fmt: skip
     # Aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through them.
     if not IS_VARLEN:
@@ -149,12 +153,6 @@ def hopper_flash_fwd_fp8_kernel(
     schedule = scheduler.Schedule(
         counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
         total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
-    factors = Factors(
-        q_descale_ptr, k_descale_ptr, v_descale_ptr,
-        (stride_q_descale_b, stride_q_descale_h, stride_q_descale_member, stride_q_descale_m),
-        (stride_k_descale_b, stride_k_descale_h, stride_k_descale_n),
-        (stride_v_descale_b, stride_v_descale_h, stride_v_descale_n), group_size, Q_BLOCK, K_BLOCK, V_BLOCK,
     )  # fmt: skip
 
     q_tiles = buffers(q_maps, GROUPS)
@@ -178,7 +176,7 @@ def hopper_flash_fwd_fp8_kernel(
 
     of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ())
     of_consumer = Consumer(
-        out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, factors, stride_alibi_b, stride_lb, stride_lh,
+        out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, of_v, stride_alibi_b, stride_lb, stride_lh,
         num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
     )  # fmt: skip
     if GROUPS == 1:

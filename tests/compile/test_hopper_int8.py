@@ -1,0 +1,91 @@
+"""The Hopper forward with int8 q and k compiles to what makes it fast: int8 products of scores that start together with
+the 16-bit products of values, conversions that take one instruction, and loops over keys without spills."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from tests.compile.test_hopper import loops_over_keys
+from tests.compile.test_targets import compile_all, job
+from warpwave.kernels.hopper.flash_fwd.config import Config
+from warpwave.kernels.hopper.host import pieces
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+
+FEATURES = ("plain", "causal", "window", "alibi", "packed", "mask", "bias")
+SAMPLE = [(128, "causal", 128), (128, "window", 64), (256, "plain", 0)]
+FULL = [(d, feature, block) for d in (32, 64, 80, 96, 128, 192, 256) for feature in FEATURES for block in (0, 64, 128)]
+# Configs of large calls, and others that a benchmark compares.
+CONFIGS = [
+    *((128, feature, (192, 64, 4)) for feature in ("plain", "causal", "window", "alibi")),
+    *((128, feature, (128, 128, 3)) for feature in ("plain", "causal", "window")),
+    *((64, feature, (192, 128, 3)) for feature in ("plain", "causal", "window")),
+    (256, "plain", (128, 64, 3)),
+]
+# Bytes of local memory a thread may take: coordinates of a tile. Beside a mask at most 64, with Triton 3.6 and 3.7.
+SPILL_BOUND = 128
+
+
+def int8_job(head_dim: int, feature: str, block: int) -> dict[str, Any]:
+    made = job("sm_90", "int8", head_dim, feature) | {"kernel": "hopper/flash_fwd", "listing": True}
+    blocks = (0, 0, 0) if feature == "packed" else (block, block, 0)
+    made["problem"] |= {"dtype_v": "bfloat16", "dtype_out": "bfloat16", "descale_blocks": blocks}
+    if feature == "bias":
+        made["problem"] |= {"bias_dtype": "bfloat16"}
+    return made
+
+
+def check(head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> None:
+    what, instructions = f"head_dim {head_dim} {feature} {block} {facts['config']}", facts["instructions"]
+    config = facts["config"]
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"] // config["blocks_per_sm"], what
+    assert facts["spill_bytes"] <= SPILL_BOUND, f"{what}: {facts['spill_bytes']} spilled"
+    assert instructions["IGMMA"] > 0 and instructions["HGMMA"] > 0, f"{what}: no wgmma of 8 and 16 bits"
+    # Two tiles of each consumer, at least, by the instruction that is four times as fast as I2F.
+    assert instructions["I2FP"] >= config["block_m"] // 64 * config["block_n"], f"{what}: scores are not converted"
+    assert instructions.get("UTMALDG", 0) > 0 and instructions.get("UTMASTG", 0) > 0, f"{what}: not by TMA"
+    assert instructions.get("USETMAXREG", 0) > 0, f"{what}: registers are not handed to the consumers"
+    assert not any(facts["mixed_descriptors"]), what
+    loops = loops_over_keys(facts["listing"])
+    # Where registers do not suffice, ptxas serializes: it waits for every wgmma before it starts the next.
+    assert not any(re.search("HWHWHW", loop) for loop in loops), f"{what}: wgmma serialized"
+    if config["block_m"] == 64:
+        return
+    of_scores = sum(pieces(head_dim, 32)) // 32
+    of_values = len(pieces(head_dim, config["narrowest_v"])) * config["block_n"] // 16
+    products = of_scores + of_values  # of a tile, which start together
+    overlapped = [
+        loop for loop in loops
+        if loop.count("H") == products and re.search(f"H{{{products}}}W", loop.replace("S", ""))
+    ]  # fmt: skip
+    assert overlapped, f"{what}: {loops}"
+    for loop in overlapped:
+        # Coordinates are read again: in masks, and at head_dim 256.
+        assert loop.count("S") <= (4 if head_dim > 192 else feature == "mask"), f"{what}: the loop spills: {loop}"
+
+
+@pytest.mark.parametrize(("head_dim", "feature", "block"), SAMPLE)
+def test_sample(head_dim: int, feature: str, block: int) -> None:
+    (facts,) = compile_all([int8_job(head_dim, feature, block)])
+    check(head_dim, feature, block, facts)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "feature", "config"), [CONFIGS[0], *(pytest.param(*p, marks=pytest.mark.full) for p in CONFIGS[1:])]
+)
+def test_configs(head_dim: int, feature: str, config: tuple[int, int, int]) -> None:
+    (facts,) = compile_all([int8_job(head_dim, feature, 0) | {"config": asdict(Config(*config))}])
+    check(head_dim, feature, 0, facts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", FEATURES)
+def test_matrix(feature: str) -> None:
+    points = [point for point in FULL if point[1] == feature and (feature != "packed" or point[2] == 0)]
+    for point, facts in zip(points, compile_all([int8_job(*point) for point in points]), strict=True):
+        check(*point, facts)
