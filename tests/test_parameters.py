@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+import warpwave
+from warpwave.kernels import groups
 from warpwave.runtime import parameters, triton_or_stub
 from warpwave.runtime.parameters import Pointer, Specialized
 from warpwave.runtime.triton_or_stub import tl
@@ -86,3 +90,25 @@ def test_a_length_is_not_what_is_compiled_for(kernel: Any, other: int) -> None:
     assert compiled(other, 1) == compiled(7, 1)
     assert compiled(2**31, 1) != compiled(7, 1) == compiled(-(2**31), 1)
     assert compiled(7, 16) != compiled(7, 1)
+
+
+def test_a_device_function_that_reads_fields_takes_one_class_of_group() -> None:
+    """Triton compiles a device function once for arguments of the same types, and the type of a tuple does not state
+    its fields. Of two groups with the same types in another order, the second would get the fields of the first."""
+    fields = {field for group in vars(groups).values() if hasattr(group, "_fields") for field in group._fields}
+    unnamed = []
+    for path in (Path(warpwave.__file__).parent / "kernels").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if "gluon_or_stub" in source:  # Gluon's aggregates are told apart by their class
+            continue
+        for function in (f for f in ast.walk(ast.parse(source)) if isinstance(f, ast.FunctionDef)):
+            if not any("jit" in ast.dump(decorator) for decorator in function.decorator_list):
+                continue
+            bare = {argument.arg for argument in function.args.args if argument.annotation is None}
+            unnamed += [
+                f"{path.name}: {function.name}({node.value.id}) reads .{node.attr}"
+                for node in ast.walk(function)
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+                if node.value.id in bare and node.attr in fields
+            ]
+    assert not unnamed

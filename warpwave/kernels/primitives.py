@@ -12,7 +12,7 @@ the end.
 from __future__ import annotations
 
 from warpwave import problem
-from warpwave.kernels.groups import InUnits, Tokens
+from warpwave.kernels.groups import InUnits, OfHeads, Pairs, Tokens
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -65,10 +65,26 @@ def _to_nearest(x, BITS: tl.constexpr):
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
+# Triton compiles a device function once for arguments of the same types, and a tuple's type does not state its fields.
+# A function that reads fields of a group therefore takes one class of group (tests/test_parameters.py).
+
+
 @jit
-def of_head(group, batch, head):
-    """Returns a pointer to what a tensor with strides of batch items and heads has of one head."""
-    return group.ptr + (batch * group.stride_b + head * group.stride_h)
+def tokens_of_head(tensor: Tokens, batch, head):
+    """Returns a pointer to the tokens of one head."""
+    return tensor.ptr + (batch * tensor.stride_b + head * tensor.stride_h)
+
+
+@jit
+def pairs_of_head(tensor: Pairs, batch, head):
+    """Returns a pointer to a mask or bias of one head."""
+    return tensor.ptr + (batch * tensor.stride_b + head * tensor.stride_h)
+
+
+@jit
+def slope_in_bits(slopes: OfHeads, batch, head):
+    """Returns ALiBi's slope of one head, or those of several."""
+    return tl.load(slopes.ptr + (batch * slopes.stride_b + head * slopes.stride_h)) * LOG2_E
 
 
 @jit

@@ -12,15 +12,15 @@ from warpwave.kernels.flash_bwd.dq import UNSPECIALISED
 from warpwave.kernels.flash_bwd.tiles import load_lse_log2, load_rows, probabilities, score_gradient, score_tile
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
-    LOG2_E,
     band_edges,
     in_elements,
     key_ranges,
     load_tile,
-    of_head,
     operand,
+    pairs_of_head,
     product,
     rounded,
+    slope_in_bits,
     tile_pointers,
     transposed,
 )
@@ -121,11 +121,11 @@ def flash_bwd_dbias_kernel(
         v_pointers = tile_pointers(v_pointers, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
         mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
         if rules.HAS_MASK:
-            mask_ptr = of_head(rules.mask, batch, head)
+            mask_ptr = pairs_of_head(rules.mask, batch, head)
         if rules.HAS_BIAS:
-            bias_ptr = of_head(rules.bias, batch, head)
+            bias_ptr = pairs_of_head(rules.bias, batch, head)
         if rules.HAS_ALIBI:
-            slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
+            slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
         for row_tile in range(row_begin, row_end, BLOCK_M):
             rows = row_tile + first_rows
             row_last = tl.minimum(row_tile + BLOCK_M, seqlen_q) - 1

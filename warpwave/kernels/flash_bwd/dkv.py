@@ -20,16 +20,16 @@ from warpwave.kernels.flash_bwd.tiles import (
 )
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
-    LOG2_E,
     band_edges,
     in_elements,
     key_ranges,
     load_tile,
-    of_head,
     operand,
     packed_sequence,
+    pairs_of_head,
     product,
     rounded,
+    slope_in_bits,
     tile_pointers,
     transposed,
 )
@@ -140,11 +140,11 @@ def flash_bwd_dkv_kernel(
         )
         mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
         if rules.HAS_MASK:
-            mask_ptr = of_head(rules.mask, batch, head)
+            mask_ptr = pairs_of_head(rules.mask, batch, head)
         if rules.HAS_BIAS:
-            bias_ptr = of_head(rules.bias, batch, head)
+            bias_ptr = pairs_of_head(rules.bias, batch, head)
         if rules.HAS_ALIBI:
-            slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
+            slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
         for row_tile in range(first, row_end, BLOCK_M):
             at_edge = (row_tile < whole_begin) | (row_tile >= whole_end)
             rows = row_tile + first_rows

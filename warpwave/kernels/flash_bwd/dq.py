@@ -31,11 +31,12 @@ from warpwave.kernels.primitives import (
     in_elements,
     key_ranges,
     load_tile,
-    of_head,
     operand,
     packed_sequence,
+    pairs_of_head,
     product,
     rounded,
+    slope_in_bits,
     softmax_step,
     tile_pointers,
     transposed,
@@ -141,11 +142,11 @@ def flash_bwd_dq_kernel(
     line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
     mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
     if rules.HAS_MASK:
-        mask_ptr = of_head(rules.mask, batch, head)
+        mask_ptr = pairs_of_head(rules.mask, batch, head)
     if rules.HAS_BIAS:
-        bias_ptr = of_head(rules.bias, batch, head)
+        bias_ptr = pairs_of_head(rules.bias, batch, head)
     if rules.HAS_ALIBI:
-        slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
+        slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
 
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)

@@ -56,12 +56,13 @@ from warpwave.kernels.primitives import (
     key_ranges,
     load_parts,
     load_tile,
-    of_head,
     only_rows,
     operand,
     packed_sequence,
+    pairs_of_head,
     product,
     rounded,
+    slope_in_bits,
     softmax_step,
     tanh,
     tile_pointers,
@@ -166,11 +167,11 @@ def flash_fwd_kernel(
         lse_ptr += batch * lse_tensor.stride_b + head * lse_tensor.stride_h
     mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
     if rules.HAS_MASK:
-        mask_ptr = of_head(rules.mask, batch, head)
+        mask_ptr = pairs_of_head(rules.mask, batch, head)
     if rules.HAS_BIAS:
-        bias_ptr = of_head(rules.bias, batch, head)
+        bias_ptr = pairs_of_head(rules.bias, batch, head)
     if rules.HAS_ALIBI:
-        slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
+        slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
 
     # The band of visible keys, low <= key - row <= high (problem.Band), and the ranges into which it cuts the keys.
     last_key_offset = seqlen_k - seqlen_q

@@ -12,9 +12,9 @@ from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
     load_tile,
-    of_head,
     operand,
     packed_sequence,
+    pairs_of_head,
     product,
     rounded,
     softmax_step,
@@ -117,11 +117,11 @@ def large_head_dim_kernel(
     v_ptr += kv_head * v_tensor.stride_h
     mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
     if rules.HAS_MASK:
-        mask_rows = of_head(rules.mask, batch, heads) + row_offsets * rules.mask.stride_m
+        mask_rows = pairs_of_head(rules.mask, batch, heads) + row_offsets * rules.mask.stride_m
     if rules.HAS_BIAS:
-        bias_rows = of_head(rules.bias, batch, heads) + row_offsets * rules.bias.stride_m
+        bias_rows = pairs_of_head(rules.bias, batch, heads) + row_offsets * rules.bias.stride_m
     if rules.HAS_ALIBI:
-        slopes = of_head(rules.alibi_slopes, batch, heads)
+        slopes = rules.alibi_slopes.ptr + batch * rules.alibi_slopes.stride_b + heads * rules.alibi_slopes.stride_h
         slopes_log2 = tl.load(slopes, mask=row_inside, other=0.0) * LOG2_E
 
     low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)

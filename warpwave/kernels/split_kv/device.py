@@ -28,12 +28,12 @@ from warpwave.kernels.primitives import (
     in_elements,
     in_float16,
     load_tile,
-    of_head,
     operand,
     packed_sequence,
     product,
     rounded,
     scaled_to_float16,
+    slope_in_bits,
     softmax_step,
     tanh,
     tile_pointers,
@@ -346,7 +346,7 @@ def split_kv_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     scale_log2 = rules.softmax_scale * LOG2_E
     if rules.HAS_ALIBI:
-        slope_log2 = tl.load(of_head(rules.alibi_slopes, batch, heads)) * LOG2_E  # [BLOCK_M]
+        slope_log2 = slope_in_bits(rules.alibi_slopes, batch, heads)  # [BLOCK_M]
 
     columns = tl.arange(0, BLOCK_N)
     if descales.FACTORS == "head":

@@ -16,13 +16,15 @@ from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
     load_tile,
-    of_head,
     operand,
     packed_sequence,
+    pairs_of_head,
     product,
     rounded,
+    slope_in_bits,
     softmax_step,
     tile_pointers,
+    tokens_of_head,
     transposed,
     visible_keys,
 )
@@ -84,8 +86,8 @@ def chunk_scores_kernel(
     batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    q_ptr = of_head(q_tensor, batch, head)
-    k_ptr = of_head(k_tensor, batch, head // group_size)
+    q_ptr = tokens_of_head(q_tensor, batch, head)
+    k_ptr = tokens_of_head(k_tensor, batch, head // group_size)
     seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
     if sequences.IS_VARLEN:
         q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
@@ -131,11 +133,11 @@ def chunk_scores_kernel(
     if FUSED:
         mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
         if rules.HAS_MASK:
-            mask_rows = of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
+            mask_rows = pairs_of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
         if rules.HAS_BIAS:
-            bias_rows = of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
+            bias_rows = pairs_of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
         if rules.HAS_ALIBI:
-            slope = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
+            slope = slope_in_bits(rules.alibi_slopes, batch, head)
             slopes_log2 = tl.full([BLOCK_M], 0.0, tl.float32) + slope
         scores = score_bits(
             raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2,
@@ -200,8 +202,8 @@ def chunk_values_kernel(
     batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    v_ptr = of_head(v_tensor, batch, head // group_size)
-    out_ptr = of_head(out_tensor, batch, head)
+    v_ptr = tokens_of_head(v_tensor, batch, head // group_size)
+    out_ptr = tokens_of_head(out_tensor, batch, head)
     lse_ptr, row_begin, chunk_rows = lse_tensor.ptr, chunk.row_begin, chunk.rows
     seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
     if sequences.IS_VARLEN:

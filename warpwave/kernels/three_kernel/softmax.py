@@ -18,9 +18,10 @@ from warpwave.kernels.partials import await_launch_before, inverse_sum, join, ls
 from warpwave.kernels.primitives import (
     LOG2_E,
     band_edges,
-    of_head,
     packed_sequence,
+    pairs_of_head,
     rounded,
+    slope_in_bits,
     softmax_step,
     tile_pointers,
     visible_keys,
@@ -201,11 +202,11 @@ def chunk_softmax_kernel(
     p_ptr = p_tensor.ptr + chunk_head * p_tensor.stride_h
     mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
     if rules.HAS_MASK:
-        mask_rows = of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
+        mask_rows = pairs_of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
     if rules.HAS_BIAS:
-        bias_rows = of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
+        bias_rows = pairs_of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
     if rules.HAS_ALIBI:
-        slope = tl.load(of_head(rules.alibi_slopes, batch, head)) * LOG2_E
+        slope = slope_in_bits(rules.alibi_slopes, batch, head)
         slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
