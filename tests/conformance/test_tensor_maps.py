@@ -14,9 +14,10 @@ from tests.conformance import paged
 from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.harness import DEVICE, ON_GPU
 from tests.conformance.paged import PagedCase
-from warpwave import Causal, attention, attention_varlen
+from warpwave import Causal, attention, attention_varlen, plans
 from warpwave.kernels import split_kv
 from warpwave.kernels.split_kv import tensor_maps
+from warpwave.runtime.bounded import Bounded
 
 MAPS = split_kv.Config(16, 32, 4, 2, by_map=True)
 CONFIGS = {
@@ -47,6 +48,8 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
         return family(spec, plans)
 
     monkeypatch.setattr(tensor_maps, "family", noted)
+    for table in ("_plans", "_classes", "_last"):  # a call of a known class binds nothing
+        monkeypatch.setattr(plans, table, Bounded(plans.MAX_PLANS))
     yield seen
 
 

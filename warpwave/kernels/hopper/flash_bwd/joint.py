@@ -238,6 +238,7 @@ def wide_step(
     y = warpgroup_mma_wait(0, deps=[dp])
     ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds)
+    # The tensor cores multiply dV while dS is stored and the groups meet.
     dv_next = warpgroup_mma(as_operand(kept(p, rules), dtype, WIDTH), do, dv, is_async=True)
     fence_async_shared()
     meet()
@@ -266,8 +267,11 @@ def halves_of(x):
 def narrow_step(
     dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
 ):  # fmt: skip
-    """Processes a tile of 128 queries, head_dim up to 64, in two halves whose products overlap. Each group multiplies
-    dQ of 64 queries."""
+    """Processes a tile of 128 queries, head_dim up to 64. Each group multiplies dQ of 64 queries.
+
+    S and dP are one product each: of 64 queries, wgmma would read shared memory all the time, of 128 three quarters of
+    it. What follows is computed in two halves, so that their statistics do not take registers at the same time.
+    """
     dtype: gl.constexpr = tiles.keys[0].dtype
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     HALF: gl.constexpr = rules.BLOCK_M // 2
@@ -303,10 +307,11 @@ def narrow_step(
     delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
     ds0 = gradient_of_scores(p0, cap0, y0, delta0[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds0)
-    dv_next = warpgroup_mma(as_operand(kept(p0, rules), dtype, WIDTH), do0, dv, is_async=True)
     delta1 = statistics_of(tiles.dout, n, HALF, HALF, across)
     ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 1, rules)).store(ds1)
+    # As in wide_step.
+    dv_next = warpgroup_mma(as_operand(kept(p0, rules), dtype, WIDTH), do0, dv, is_async=True)
     dv_next = warpgroup_mma(as_operand(kept(p1, rules), dtype, WIDTH), do1, dv_next, is_async=True)
     fence_async_shared()
     meet()
