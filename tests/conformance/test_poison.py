@@ -1,6 +1,6 @@
 """What a kernel touches: every cell of its outputs, nothing around them, and nothing of its inputs.
 
-Uninitialised memory holds NaN throughout these tests (conftest.py). Here every tensor also lies between guard regions.
+Uninitialized memory holds NaN throughout these tests (conftest.py). Here every tensor also lies between guard regions.
 """
 
 from __future__ import annotations

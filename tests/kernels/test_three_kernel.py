@@ -20,7 +20,7 @@ from warpwave.kernels.three_kernel import launches as three_kernel_launches
 from warpwave.kernels.three_kernel import library as three_kernel_library
 from warpwave.kernels.three_kernel.config import library_cannot
 from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, least_bytes, pieces, plan, workspace_bytes
-from warpwave.kernels.three_kernel.softmax import UNSPECIALISED
+from warpwave.kernels.three_kernel.softmax import UNSPECIALIZED
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime.parameters import parameters
 
@@ -289,7 +289,7 @@ def _are_one_variant(specs: list[Any]) -> None:
             numbers = zip(scalars, spec.scalars, specs[0].scalars, strict=True)
             differing = [parameter for parameter, a, b in numbers if a != b]
             alone = {parameter.name for parameter in differing if len(parameter.path) == 1}
-            assert not any(parameter.specialized for parameter in differing) and not alone - set(UNSPECIALISED)
+            assert not any(parameter.specialized for parameter in differing) and not alone - set(UNSPECIALIZED)
             assert spec.constants == specs[0].constants
             assert 0 < spec.grid < 2**31
 

@@ -71,7 +71,7 @@ LARGE_HEADS = [
         "test_large_heads.py::test_the_workspace_is_what_was_said", "float16-ours", "workspace_bytes",
     ),
     Mutant(
-        "three_kernel's gradients: delta of un-normalised probabilities", "kernels/three_kernel/backward.py",
+        "three_kernel's gradients: delta of un-normalized probabilities", "kernels/three_kernel/backward.py",
         "delta = delta * scale\n", "delta = delta * 1.0\n",
         "test_large_heads.py::test_gradients_of_wide_heads", "float16 and plain", "FAIL",
     ),

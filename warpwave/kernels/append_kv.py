@@ -36,7 +36,7 @@ from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
 
-UNSPECIALISED = ["seqlen", "total", "num_heads_kv", "num_heads_q", "pages_of_a_row", "angles"]
+UNSPECIALIZED = ["seqlen", "total", "num_heads_kv", "num_heads_q", "pages_of_a_row", "angles"]
 
 
 class New(NamedTuple):
@@ -146,7 +146,7 @@ def _store_head(
     tl.store(out, x, mask=inside & there)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def append_kv_kernel(
     k_tensor: InUnits,
     v_tensor: InUnits,

@@ -27,7 +27,7 @@ from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
 LOADED_AT_ONCE = 4096  # most elements that a merging block loads together, so that their latencies overlap
-UNSPECIALISED = ["rows_heads", "num_heads_q", "num_parts", "lse_rows"]
+UNSPECIALIZED = ["rows_heads", "num_heads_q", "num_parts", "lse_rows"]
 
 
 @jit
@@ -117,7 +117,7 @@ def parts_of_rows(
     return m_here, tl.sum(weight * l, 0), tl.sum(weighted, 0)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def merge_partials_kernel(
     acc_ptr,
     state_ptr,

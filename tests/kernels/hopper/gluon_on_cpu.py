@@ -1,4 +1,4 @@
-"""Runs a warp-specialised Gluon kernel's own source on the CPU, in torch: a thread for each role, barriers that block.
+"""Runs a warp-specialized Gluon kernel's own source on the CPU, in torch: a thread for each role, barriers that block.
 
 Triton's interpreter knows no Gluon. This knows as much of it as the kernels of `warpwave.kernels.hopper` say, so that
 their arithmetic, their masks and above all their protocol (which chunk lies where, who waits for whom) can be tested

@@ -183,7 +183,7 @@ def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, packed: 
 
 @pytest.mark.parametrize(("dims", "config"), [((64, 64), 0), ((128, 128), 0), ((192, 128), 0)], ids=str)
 @pytest.mark.parametrize("features", [{}, {"causal": "bottom_right"}, {"window": (20, 7)}], ids=str)
-def test_nan_of_a_neighbour_stays_there(features: dict[str, Any], dims: tuple[int, int], config: int) -> None:
+def test_nan_of_a_neighbor_stays_there(features: dict[str, Any], dims: tuple[int, int], config: int) -> None:
     """Tiles that reach into the next packed sequence take nothing from it."""
     case = replace(SHORT, dims=dims, packed=True, batch=5, lengths=(70, 150), lse=False, **features)
     call = cases.build(case, "normal", CPU)

@@ -144,7 +144,7 @@ def test_the_protocol_on_a_cpu(features: str, config: str) -> None:
 
 @triton_only
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_packed_sequence_does_not_see_its_neighbours(config: str) -> None:
+def test_a_packed_sequence_does_not_see_its_neighbors(config: str) -> None:
     """NaN in the keys and values of one sequence, some of which lie in the last chunk of the one before."""
     call = cases.build(replace(WIDE, packed=True, batch=4), "normal", torch.device("cpu"))
     clean, _ = on_cpu(call.problem, call.operands, CONFIGS[config])

@@ -76,7 +76,7 @@ def test_peers_that_moved_make_it_unclear(tmp_path: Path) -> None:
     assert comparison.spread.degrees == 2 and comparison.spread.sigma > 0.02
 
 
-def test_other_peers_or_another_card_normalise_nothing(tmp_path: Path) -> None:
+def test_other_peers_or_another_card_normalize_nothing(tmp_path: Path) -> None:
     a = load_run(str(write(tmp_path / "a.jsonl", run_of(OLD, 1))))
     b = load_run(str(write(tmp_path / "b.jsonl", run_of(OLD, 2, warmth=1.2), torch="2.12.0", gpu={"name": "H100"})))
     comparison = compare(a, b)

@@ -111,7 +111,7 @@ def test_packed_equals_padded(bert: Bert) -> None:
     torch.testing.assert_close(packed, embed_padded(bert, SENTENCES), rtol=1e-4, atol=1e-5)
 
 
-def test_a_sentence_does_not_depend_on_its_neighbours(bert: Bert) -> None:
+def test_a_sentence_does_not_depend_on_its_neighbors(bert: Bert) -> None:
     together = embed_padded(bert, SENTENCES)
     for sentence, embedding in zip(SENTENCES, together, strict=True):
         torch.testing.assert_close(embed_padded(bert, [sentence])[0], embedding, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ fixed order, and computes S and dP again. That takes two more products and no at
 from __future__ import annotations
 
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
-from warpwave.kernels.flash_bwd.dq import UNSPECIALISED
+from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import load_lse_log2, load_rows, probabilities, score_gradient, score_tile
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
@@ -27,7 +27,7 @@ from warpwave.kernels.primitives import (
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
-@jit(do_not_specialize=[*UNSPECIALISED, "batch_size", "bias_batch", "bias_heads"])
+@jit(do_not_specialize=[*UNSPECIALIZED, "batch_size", "bias_batch", "bias_heads"])
 def flash_bwd_dbias_kernel(
     q_tensor: InUnits,
     k_tensor: InUnits,

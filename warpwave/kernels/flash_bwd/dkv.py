@@ -8,7 +8,7 @@ Scores are computed transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T then enter the 
 from __future__ import annotations
 
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
-from warpwave.kernels.flash_bwd.dq import UNSPECIALISED
+from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
     load_lse_log2,
@@ -36,7 +36,7 @@ from warpwave.kernels.primitives import (
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dkv_kernel(
     q_tensor: InUnits,
     k_tensor: InUnits,

@@ -44,10 +44,10 @@ from warpwave.kernels.primitives import (
 from warpwave.runtime.triton_or_stub import jit, tl
 
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
-UNSPECIALISED = ["num_heads_q", "group_size"]
+UNSPECIALIZED = ["num_heads_q", "group_size"]
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dq_kernel(
     q_tensor: InUnits,
     k_tensor: InUnits,

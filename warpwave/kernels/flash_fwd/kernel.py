@@ -80,12 +80,12 @@ STRIDED_OUT = True
 QUANTIZED = True
 MAX_HEAD_DIM = 256
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
-UNSPECIALISED = ["stride_kp", "stride_vp", "num_heads_q", "group_size", "heads_in_l2"]
+UNSPECIALIZED = ["stride_kp", "stride_vp", "num_heads_q", "group_size", "heads_in_l2"]
 
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def flash_fwd_kernel(
     q_tensor: InUnits,
     k_tensor: InUnits,

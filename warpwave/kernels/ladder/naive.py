@@ -28,7 +28,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import Run
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.ladder import three_passes
-from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALISED, Launches, Product
+from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALIZED, Launches, Product
 from warpwave.kernels.primitives import band_edges, packed_sequence, rounded, visible_keys
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime.triton_or_stub import jit, tl
@@ -62,7 +62,7 @@ class Config:
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def naive_scores_kernel(
     q_ptr,
     k_ptr,
@@ -133,7 +133,7 @@ def naive_scores_kernel(
     tl.store(scores_ptr + (rows.to(tl.int64)[:, None] * stride_sm + keys[None, :]), scores, mask=inside)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def naive_values_kernel(
     scores_ptr,
     row_scale_ptr,

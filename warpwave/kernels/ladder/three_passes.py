@@ -51,7 +51,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 HIDDEN = tl.constexpr(-1.0)  # marks a hidden pair in P, whose value must have no effect even if it is NaN
 SOFTMAX_ROWS, SOFTMAX_KEYS = 16, 128  # a tile of the softmax: 8 scores a thread, and rows of 512 bytes
 LINE = tl.constexpr(16)  # scores of a line of 64 bytes; rows are whole lines, so that a thread moves 16 bytes
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
     *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
     "window_right",
@@ -69,7 +69,7 @@ def whole_lines(key_begin, key_end):
     return key_begin // LINE * LINE, tl.cdiv(tl.maximum(key_end, 0), LINE) * LINE
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def softmax_rows_kernel(
     scores_ptr,
     row_scale_ptr,

@@ -26,7 +26,7 @@ from warpwave.kernels import reasons
 from warpwave.kernels.arguments import Run, dot_precision, padded
 from warpwave.kernels.cost import Cost, conversions
 from warpwave.kernels.ladder import three_passes
-from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALISED, Launches, Product, whole_lines
+from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALIZED, Launches, Product, whole_lines
 from warpwave.kernels.primitives import (
     band_edges,
     load_tile,
@@ -77,7 +77,7 @@ class Config:
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def tiled_scores_kernel(
     q_ptr,
     k_ptr,
@@ -154,7 +154,7 @@ def tiled_scores_kernel(
     tl.store(scores_ptr + (rows.to(tl.int64)[:, None] * stride_sm + keys[None, :]), scores, mask=inside)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def tiled_values_kernel(
     scores_ptr,
     row_scale_ptr,

@@ -24,7 +24,7 @@ from warpwave.kernels.primitives import (
 from warpwave.kernels.scores import score_bits, without_unseen
 from warpwave.runtime.triton_or_stub import jit, tl
 
-UNSPECIALISED = ["num_units", "group_size", "rows_heads"]
+UNSPECIALIZED = ["num_units", "group_size", "rows_heads"]
 
 
 @jit
@@ -35,7 +35,7 @@ def _load_piece(row_pointers, rows, row_begin, row_end, first, stride_d, WIDTH: 
     return load_tile(pointers, rows, columns, row_begin, row_end, WIDTH, WIDTH % BLOCK != 0)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def large_head_dim_kernel(
     q_tensor: Tokens,
     k_tensor: Tokens,

@@ -49,7 +49,7 @@ from warpwave.runtime.gluon_or_stub import (
 KEYS = gl.constexpr(64)  # keys of a box and of a step
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
 HEADS = gl.constexpr(16)  # query heads of a program, padding included
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("seqlen_k", "num_heads", "num_splits", "rows_heads", "window_left", "window_right"),
     *("stride_table", "num_pages", "num_rows"),
 ]
@@ -293,7 +293,7 @@ def consumer(
 
 
 @jit
-def meet_neighbours(THREADS: gl.constexpr):
+def meet_neighbors(THREADS: gl.constexpr):
     """Waits until the preceding launch has ended and its writes are visible, because this launch may start while that
     one runs (programmatic dependent launch); then lets the next launch start."""
     one = gl.full([THREADS], 0, gl.int32, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
@@ -307,7 +307,7 @@ def meet_neighbours(THREADS: gl.constexpr):
     )
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def latent_decode_kernel(
     q_map,
     k_map,
@@ -363,7 +363,7 @@ def latent_decode_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     ring = Chunks(boxes, full, empty, STAGES)
-    meet_neighbours(128)
+    meet_neighbors(128)
     share = share_of(
         seqused_k_ptr, rows_ptr, seqlen_k, num_splits, window_left, window_right, num_rows, PAGE_SIZE, HAS_ROWS,
         HAS_LOW, HAS_HIGH, TOP_LEFT,

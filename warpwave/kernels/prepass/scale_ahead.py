@@ -36,7 +36,7 @@ LARGEST_EXPONENT = tl.constexpr(14)  # of a scaled magnitude: 2^15 and the round
 # (hopper/split_float32.py).
 MOST_SCALED = tl.constexpr(115)
 BLOCK_ROWS = tl.constexpr(64)  # rows of a tile; for Q, those of a consumer of the forward, which have one scale
-UNSPECIALISED = ["batch", "num_heads_q", "num_heads_kv", "tiles_q", "tiles_k"]
+UNSPECIALIZED = ["batch", "num_heads_q", "num_heads_kv", "tiles_q", "tiles_k"]
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def _scale_tile(
             tl.store(parts_ptr + row[:, None] * ROW + dims[None, :], part, mask=inside)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def maxima_kernel(
     k_tensor: InUnits,
     v_tensor: InUnits,
@@ -201,7 +201,7 @@ def maxima_kernel(
         )  # fmt: skip
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def scale_kernel(
     q_tensor: InUnits,
     k_tensor: InUnits,

@@ -21,7 +21,7 @@ from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
 PARTS = {"bf16x3": 2, "bf16x6": 3}  # parts of an operand, if products are bfloat16
-SPLIT_UNSPECIALISED = [
+SPLIT_UNSPECIALIZED = [
     *("seqlen", "num_rows", "num_heads", "seqlen_q", "seqlen_k", "rows_q", "rows_k", "num_heads_q", "num_heads_kv"),
     *("tiles_q", "tiles_k"),
 ]
@@ -51,7 +51,7 @@ def _split_tile(
         tl.store(to + i * tl.cast(rows_of_part, tl.int64) * ROW, parts[i].to(tl.bfloat16), mask=there)
 
 
-@jit(do_not_specialize=SPLIT_UNSPECIALISED)
+@jit(do_not_specialize=SPLIT_UNSPECIALIZED)
 def split_kernel(
     k_tensor: InUnits,
     v_tensor: InUnits,
@@ -84,7 +84,7 @@ def split_kernel(
         )  # fmt: skip
 
 
-@jit(do_not_specialize=SPLIT_UNSPECIALISED)
+@jit(do_not_specialize=SPLIT_UNSPECIALIZED)
 def split_all_kernel(
     q_tensor: InUnits,
     k_tensor: InUnits,

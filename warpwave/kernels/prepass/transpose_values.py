@@ -26,7 +26,7 @@ from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 KEYS = tl.constexpr(128)  # keys of a slot: the longest tile of the attention
-UNSPECIALISED = ["batch", "num_heads", "num_slots"]
+UNSPECIALIZED = ["batch", "num_heads", "num_slots"]
 
 
 @jit
@@ -40,7 +40,7 @@ def _row_of_bytes(
     return tl.load(bytes_ptr + offsets, mask=inside, other=0).to(tl.int32)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def transpose_values_kernel(
     v_tensor: InUnits,
     sequences: Sequences,

@@ -47,7 +47,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 # Small weights matter beside an attention sink: a key with most of the weight and a value near 0.
 WEIGHT = tl.constexpr(2.0**15)
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
-UNSPECIALISED = ["num_heads_kv", "first_key", "lse_rows"]
+UNSPECIALIZED = ["num_heads_kv", "first_key", "lse_rows"]
 
 
 @jit
@@ -203,7 +203,7 @@ def _pairs_of_rows(pairs: Pairs, batch, heads, queries, keys):
     return pairs.ptr + (rows[:, None] + keys.to(tl.int64)[None, :] * pairs.stride_n)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def split_kv_kernel(
     k_map,
     v_map,

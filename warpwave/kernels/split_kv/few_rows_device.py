@@ -48,7 +48,7 @@ from warpwave.runtime.gluon_or_stub import (
 
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
 ROWS = gl.constexpr(16)  # queries of all heads of a program, padding included
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_qb", "stride_qm", "stride_qh", "seqlen_q", "seqlen_k", "num_heads_kv", "num_splits", "rows_heads"),
     *("window_left", "window_right", "first_key", "stride_table", "num_pages", "num_rows"),
 ]
@@ -115,7 +115,7 @@ def _asm(what):
 
 
 @jit
-def neighbour(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
+def neighbor(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
     """Runs a programmatic-dependent-launch instruction. `wait` blocks until the preceding launch has ended and its
     writes are visible, because this launch may start while that one runs. `launch_dependents` lets the next launch
     start. Every role waits for itself, so that all have started when the wait ends."""
@@ -204,7 +204,7 @@ def producer(
     STEPS: gl.constexpr = 32 // PAGES
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     if LAUNCHED_AHEAD:
-        neighbour("wait", 32)
+        neighbor("wait", 32)
     table_row = table_row_of(rows_ptr, call, HAS_ROWS)
     if PAGE_SIZE > 0:
         page_table_ptr += table_row.to(gl.int64) * stride_table
@@ -324,8 +324,8 @@ def consumer(
     by_key: gl.constexpr = gl.SliceLayout(1, layout)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     if LAUNCHED_AHEAD:
-        neighbour("wait")
-        neighbour("launch_dependents")
+        neighbor("wait")
+        neighbor("launch_dependents")
     length = length_of(seqused_k_ptr, table_row_of(rows_ptr, call, HAS_ROWS), call, PAGE_SIZE)
     store_queries(q_ptr, q_tiles, stride_qm, stride_qh, call, k_ring.boxes, HEAD_DIM, GROUP)
     low, high = band(call, length, TOP_LEFT)
@@ -396,7 +396,7 @@ def consumer(
         gl.store(to[None, :] + (j * BOX + columns)[:, None], x.to(to.dtype.element_ty), mask=there)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def few_rows_kernel(
     k_map,
     v_map,

@@ -33,7 +33,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.three_kernel.plan import Chunk, Config, Plan, plan
-from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALISED, whole_lines
+from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, whole_lines
 from warpwave.kernels.torch_products import add_product, plainly, product_into
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -86,7 +86,7 @@ def _store_gradients(
     tl.store(ds_out, rounded(ds, ds_ptr.dtype.element_ty), mask=in_lines)
 
 
-@jit(do_not_specialize=[*UNSPECIALISED, "stride_gb", "stride_gh", "stride_gm"])
+@jit(do_not_specialize=[*UNSPECIALIZED, "stride_gb", "stride_gh", "stride_gm"])
 def chunk_gradients_kernel(
     scores_ptr,
     dp_ptr,

@@ -29,7 +29,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits
-from warpwave.kernels.three_kernel.softmax import HIDDEN, LINE, UNSPECIALISED, Chunk, Probabilities, Scores, whole_lines
+from warpwave.kernels.three_kernel.softmax import HIDDEN, LINE, UNSPECIALIZED, Chunk, Probabilities, Scores, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
 TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share reads through L2
@@ -44,7 +44,7 @@ def _tile_of(pid, num_tiles_m, num_tiles_n):
     return first_m + pid % together % rows, pid % together // rows
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def chunk_scores_kernel(
     q_tensor: Tokens,
     k_tensor: Tokens,
@@ -155,7 +155,7 @@ def chunk_scores_kernel(
         tl.store(here, raw, mask=row_inside[:, None])
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def chunk_values_kernel(
     p_tensor: Probabilities,
     row_scale_ptr,

@@ -42,7 +42,7 @@ from warpwave.runtime.gluon_or_stub import (
 BLOCK_K = gl.constexpr(64)  # head_dim elements or keys that a step sums over: 128 bytes, a line of swizzled memory
 STAGES = gl.constexpr(4)
 PIECE = gl.constexpr(64)  # columns of a tile that are stored together; each warpgroup has room for two such pieces
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("first_head", "row_begin", "row_end", "num_heads", "group_size", "heads", "blocks", "columns", "together"),
     *("diagonal", "key_tiles", "chunk_rows", "seqlen_k", "high", "all_tiles", "steps"),
 ]
@@ -246,7 +246,7 @@ def scores_consumer(
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def hopper_scores_kernel(
     q_map,
     k_map,
@@ -405,7 +405,7 @@ def values_consumer(
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def hopper_values_kernel(
     p_map,
     v_map,

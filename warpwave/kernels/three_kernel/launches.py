@@ -21,7 +21,7 @@ from warpwave.kernels.arguments import (
 from warpwave.kernels.three_kernel.config import block_k_of, block_v_of, may_hide_keys
 from warpwave.kernels.three_kernel.device import chunk_scores_kernel, chunk_values_kernel
 from warpwave.kernels.three_kernel.online import chunk_online_kernel
-from warpwave.kernels.three_kernel.plan import Config, Plan, Workspace, normalises, pieces, up, whole_rows
+from warpwave.kernels.three_kernel.plan import Config, Plan, Workspace, normalizes, pieces, up, whole_rows
 from warpwave.kernels.three_kernel.softmax import chunk_scale_kernel, chunk_softmax_kernel
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -125,7 +125,7 @@ def launches(
                 scalars=[*strides, *split, *p_strides, *lse_strides(problem), *rules, *lengths, *where,
                          problem.num_heads_q, tiles, max(together, config.softmax_rows)],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "SPLIT_D": config.split_d,
-                           "WHOLE": whole_rows(config, cut.width), "NORMALISE": normalises(problem, config),
+                           "WHOLE": whole_rows(config, cut.width), "NORMALIZE": normalizes(problem, config),
                            **hides, **band, **features, **of_sinks, **varlen, "WRITE_LSE": problem.return_lse,
                            "LAUNCHED_AHEAD": ahead},
                 options={"num_warps": config.softmax_warps, "num_stages": 1, "enable_fp_fusion": False, **begins},

@@ -28,11 +28,11 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import without_unseen
-from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALISED, Chunk, Scores, scores_of_tile, whole_lines
+from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, Chunk, Scores, scores_of_tile, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def chunk_online_kernel(
     scores_tensor: Scores,
     v_tensor: Tokens,

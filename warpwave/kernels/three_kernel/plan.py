@@ -259,7 +259,7 @@ def _sizes(problem: AttentionProblem, config: Config, heads: int, rows: int) -> 
         return sizes
     if not in_place(problem, config, width):
         sizes["p"] = ((heads, rows, width), problem.dtype)
-    if not normalises(problem, config):
+    if not normalizes(problem, config):
         sizes["row_scale"] = ((heads, rows), "float32")
     if config.values == "library" and problem.dtype != "float32":
         most = min(heads * rows, _rows_that_fit(problem, config))
@@ -278,7 +278,7 @@ def in_place(problem: AttentionProblem, config: Config, width: int) -> bool:
     return config.split_d == 1 and (problem.dtype == "float32" or whole_rows(config, width))
 
 
-def normalises(problem: AttentionProblem, config: Config) -> bool:
+def normalizes(problem: AttentionProblem, config: Config) -> bool:
     """Returns whether the softmax divides by the sum: before a product that cannot, and if that costs no accuracy."""
     return problem.dtype == "float32" and config.values == "library"
 

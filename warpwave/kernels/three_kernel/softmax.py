@@ -32,7 +32,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 HIDDEN = tl.constexpr(-1.0)  # marks a hidden pair in P if a mask or bias may hide a value from all queries
 LINE = tl.constexpr(16)  # scores of a line: rows begin and ranges end at whole lines, so that a thread moves 16 bytes
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("num_heads_q", "group_size", "num_tiles_m", "num_tiles_n", "range_rows", "rows_before"),
     *("seqlen_q", "seqlen_k", "window_left", "window_right", "first_head", "row_begin", "chunk_rows", "key_base"),
 ]
@@ -121,11 +121,11 @@ def _store_probabilities(
     line_end,
     row_inside,
     stride_pm,
-    NORMALISE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
 ):
     """Stores a tile of P up to the end of its lines."""
-    if NORMALISE:
+    if NORMALIZE:
         p = p * scale[:, None]
     if MAY_HIDE_KEYS:
         p = tl.where(scores == float("-inf"), HIDDEN, p)
@@ -134,7 +134,7 @@ def _store_probabilities(
     tl.store(out, rounded(p, p_ptr.dtype.element_ty), mask=in_lines)
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def chunk_softmax_kernel(
     scores_tensor: Scores,
     p_tensor: Probabilities,
@@ -152,14 +152,14 @@ def chunk_softmax_kernel(
     KEYS: tl.constexpr,
     SPLIT_D: tl.constexpr,
     WHOLE: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     MAY_HIDE_KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
     """Converts raw scores of ROWS queries of one head to unnormalized probabilities in the dtype of p, and writes the
-    factor of each row of P V to `row_scale`. If NORMALISE, the probabilities need no such factor.
+    factor of each row of P V to `row_scale`. If NORMALIZE, the probabilities need no such factor.
 
     It writes the lines of the keys that some query of its `range_rows` sees, which the second product reads, and reads
     the lines that its own queries see. Raw scores that no product wrote are hidden by position, whatever the memory
@@ -241,7 +241,7 @@ def chunk_softmax_kernel(
     if WRITE_LSE:
         lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
         tl.store(lse_rows, lse_of(m_all, l_all), mask=row_inside)
-    if not NORMALISE:
+    if not NORMALIZE:
         tl.store(
             row_scale_ptr + (chunk_head * (scores_tensor.stride_h // scores_tensor.stride_m) + rows - row_begin),
             scale,
@@ -251,7 +251,7 @@ def chunk_softmax_kernel(
     if WHOLE:
         _store_probabilities(
             p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, p_tensor.stride_m,
-            NORMALISE, MAY_HIDE_KEYS,
+            NORMALIZE, MAY_HIDE_KEYS,
         )  # fmt: skip
     else:
         m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
@@ -264,11 +264,11 @@ def chunk_softmax_kernel(
             p = tl.math.exp2(scores - m_shift[:, None])
             _store_probabilities(
                 p_ptr, p, scores, scale, rows, keys, row_begin, key_base, line_end, row_inside, p_tensor.stride_m,
-                NORMALISE, MAY_HIDE_KEYS,
+                NORMALIZE, MAY_HIDE_KEYS,
             )  # fmt: skip
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def chunk_scale_kernel(
     sums_ptr,
     row_scale_ptr,

@@ -16,13 +16,13 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 ROWS = 64  # of a program, equal to the rows that a warpgroup of the second product multiplies
 MOST_TILES = 32  # tiles that are read together
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_lb", "stride_lh", "num_heads_q", "first_head", "row_begin", "row_end", "diagonal", "key_tiles"),
     *("chunk_rows", "num_groups"),
 ]
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def chunk_statistics_kernel(
     p_ptr,
     reference_ptr,

@@ -222,8 +222,8 @@ def _compare_case(a: Run, b: Run, key: Key, name_a: str, name_b: str, margin: fl
         how = f"as measured: {', '.join(changed)} differ" if changed else "as measured: no common peer"
         ratio = unpaired_ratio(times_a, times_b)
         return result(ratio, outcome(ratio, margin), how)
-    times_a = _normalised(times_a, [in_peer for in_peer, _ in peers])
-    times_b = _normalised(times_b, [in_peer for _, in_peer in peers])
+    times_a = _normalized(times_a, [in_peer for in_peer, _ in peers])
+    times_b = _normalized(times_b, [in_peer for _, in_peer in peers])
     ratio = spread.widen(unpaired_ratio(times_a, times_b), len(peers))
     return result(ratio, outcome(ratio, margin), f"normalized by {len(peers)} common peer{'s' * (len(peers) > 1)}")
 
@@ -263,7 +263,7 @@ def _common_peers(a: Run, b: Run, key: Key, environments: tuple[str, str]) -> li
     return found
 
 
-def _normalised(times_us: Sequence[float], peers: Sequence[Samples]) -> list[float]:
+def _normalized(times_us: Sequence[float], peers: Sequence[Samples]) -> list[float]:
     """Returns the times divided by the peers' mean of the same round."""
     return [t / geometric_mean(peer.samples_us[r] for peer in peers) for r, t in enumerate(times_us)]
 

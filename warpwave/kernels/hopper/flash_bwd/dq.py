@@ -364,7 +364,7 @@ def consumer(GROUP: gl.constexpr, place, mask, tiles, seqlen_q, seqlen_k, rules,
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_alibi_b", "stride_dq_b", "stride_dq_h", "stride_dq_m", "num_tiles", "num_heads", "group_size", "batch"),
     *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
     *("statistic_rows", "stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
@@ -373,7 +373,7 @@ UNSPECIALISED = [
 ]
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(
     q_map,
     q_map_2,

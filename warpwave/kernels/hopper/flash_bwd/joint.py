@@ -449,14 +449,14 @@ def consumer(
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
     *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
     *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows", "dropout_threshold"),
 ]
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def joint_kernel(
     q_map,
     k_map,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from warpwave.kernels.primitives import LOG2_E
 from warpwave.runtime.triton_or_stub import jit, tl
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *(
         "stride_lb",
         "stride_lh",
@@ -87,7 +87,7 @@ def _place(
     return begin, seqlen_q, q_begin, q_end, tile
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def statistics_kernel(
     out_ptr,
     dout_ptr,
@@ -184,7 +184,7 @@ def statistics_kernel(
         tl.store(dq_sums_ptr + at_sums + cells_of_tile, tl.zeros([BLOCK_M * WIDTH], tl.float32))
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def finish_dq_kernel(
     dq_sums_ptr,
     dq_ptr,

@@ -36,7 +36,7 @@ from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 
 __all__ = ["hopper_flash_fwd_kernel"]
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "group_size", "batch", "tiles_per_head"),
     *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right", "stride_words_b"),
     *("stride_words_h", "stride_words_t", "stride_words_m", "stride_bias_b", "stride_bias_h", "stride_bias_m"),
@@ -47,7 +47,7 @@ UNSPECIALISED = [
 ]
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def hopper_flash_fwd_kernel(
     q_map,
     q_map_2,

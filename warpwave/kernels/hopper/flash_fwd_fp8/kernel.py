@@ -45,7 +45,7 @@ QUANTIZED = True
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "group_size", "batch", "tiles_per_head"),
     *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
     *("stride_q_descale_b", "stride_q_descale_h", "stride_q_descale_member", "stride_q_descale_m"),
@@ -54,7 +54,7 @@ UNSPECIALISED = [
 ]
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def hopper_flash_fwd_fp8_kernel(
     q_map,
     q_map_2,

@@ -65,14 +65,14 @@ def _ring(tensor_map, STAGES: gl.constexpr):
     return ring
 
 
-UNSPECIALISED = [
+UNSPECIALIZED = [
     *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "num_head_parts", "group_size", "batch"),
     *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
     "head_dim_v_8",
 ]
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit(do_not_specialize=UNSPECIALIZED)
 def hopper_large_head_dim_kernel(
     q_map,
     k_map,
