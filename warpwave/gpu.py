@@ -33,6 +33,9 @@ ARCHS: dict[str, tuple[str, int, int]] = {
     "gfx1201": ("amd", 64 * KIB, 256),
 }
 
+WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
+WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -115,3 +118,9 @@ def _cuda_gpu(index: int) -> Gpu:
     registers = ARCHS.get(arch, (vendor, smem, registers))[2]
     num_sms, memory = props.multi_processor_count, props.total_memory
     return Gpu(props.name, vendor, arch, smem, registers, num_sms, props.warp_size, memory)
+
+
+def reads_shared_memory(gpu: Gpu, block_m: int) -> bool:
+    """Returns whether products of `block_m` rows read their operands from shared memory (wgmma on Hopper, tcgen05 on
+    Blackwell), not from registers."""
+    return gpu.capability in WGMMA_OR_TCGEN05 and block_m >= WGMMA_ROWS

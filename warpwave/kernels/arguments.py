@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from warpwave import precision
-from warpwave.gpu import Gpu
+from warpwave.gpu import WGMMA_OR_TCGEN05, WGMMA_ROWS, Gpu
 from warpwave.problem import AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime.scratch import maker
 
@@ -25,8 +25,6 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
-WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
 EIGHT_BIT_WIDTH = 32  # summed columns of a matrix instruction of 8-bit operands
 SWIZZLE_WIDTH = 64  # 16-bit elements of a row of 128 bytes, the widest swizzle of shared memory
 
@@ -49,12 +47,6 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
         least = min(SWIZZLE_WIDTH, max(width, width_v))
         width, width_v = max(width, least), max(width_v, least)
     return width, width_v
-
-
-def reads_shared_memory(gpu: Gpu, block_m: int) -> bool:
-    """Returns whether products of `block_m` rows read their operands from shared memory (wgmma on Hopper, tcgen05 on
-    Blackwell), not from registers."""
-    return gpu.capability in WGMMA_OR_TCGEN05 and block_m >= WGMMA_ROWS
 
 
 @by_kind

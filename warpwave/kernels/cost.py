@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from warpwave import precision
-from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import reads_shared_memory
+from warpwave.gpu import Gpu, reads_shared_memory
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
 
 

@@ -123,8 +123,8 @@ def test_a_fault_in_the_triton_kernel_is_caught_in_the_interpreter(tmp_path: Pat
     shutil.copytree(ROOT / "warpwave", tmp_path / "warpwave", ignore=shutil.ignore_patterns("__pycache__"))
     source = tmp_path / "warpwave" / "kernels" / "flash_fwd" / "kernel.py"
     text = source.read_text()
-    assert text.count("low = last_key_offset - window_left") == 1
-    source.write_text(text.replace("low = last_key_offset - window_left", "low = last_key_offset - window_left + 1"))
+    assert text.count("low = last_key_offset - window.left") == 1
+    source.write_text(text.replace("low = last_key_offset - window.left", "low = last_key_offset - window.left + 1"))
     code = """
 import torch
 from warpwave.workbench.verify import selfcheck, verify

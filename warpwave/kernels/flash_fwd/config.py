@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import Gpu
+from warpwave.gpu import WGMMA_OR_TCGEN05, Gpu
 from warpwave.kernels import rules
-from warpwave.kernels.arguments import WGMMA_OR_TCGEN05, dot_precision, padded, tile_widths
+from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import WGMMA_OR_TCGEN05, dot_precision, padded, tile_widths
+from warpwave.gpu import WGMMA_OR_TCGEN05, Gpu
+from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import (
     ODD_ROWS,
     Cost,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import SWIZZLE_WIDTH, WGMMA_ROWS, padded, split_operand
+from warpwave.gpu import WGMMA_ROWS, Gpu
+from warpwave.kernels.arguments import SWIZZLE_WIDTH, padded, split_operand
 from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 

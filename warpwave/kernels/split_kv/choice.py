@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from warpwave.gpu import Gpu
+from warpwave.gpu import Gpu, reads_shared_memory
 from warpwave.kernels import rules
-from warpwave.kernels.arguments import padded, reads_shared_memory
+from warpwave.kernels.arguments import padded
 from warpwave.kernels.rules import NOT_MEASURED, Rule
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.config import (

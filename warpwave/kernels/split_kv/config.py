@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision, reads_shared_memory, tile_widths
+from warpwave.gpu import Gpu, reads_shared_memory
+from warpwave.kernels.arguments import dot_precision, tile_widths
 from warpwave.kernels.cost import Walk, bytes_per_score, walk
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind

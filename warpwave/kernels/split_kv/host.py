@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.gpu import Gpu, current_gpu
+from warpwave.gpu import WGMMA_ROWS, Gpu, current_gpu
 from warpwave.kernels import cache_descales, partials
 from warpwave.kernels.arguments import (
-    WGMMA_ROWS,
     Allocate,
     Results,
     Run,
