@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+import importlib
+import importlib.util
+import inspect
+import linecache
+import pkgutil
+import sys
+import textwrap
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, get_type_hints
 
 import pytest
+import torch
 
-import warpwave
-from warpwave.kernels import groups
+from warpwave import kernels
+from warpwave.kernels import groups, primitives
 from warpwave.runtime import parameters, triton_or_stub
+from warpwave.runtime.launch import Anywhere
 from warpwave.runtime.parameters import Pointer, Specialized
 from warpwave.runtime.triton_or_stub import tl
 
@@ -92,23 +100,99 @@ def test_a_length_is_not_what_is_compiled_for(kernel: Any, other: int) -> None:
     assert compiled(7, 16) != compiled(7, 1)
 
 
-def test_a_device_function_that_reads_fields_takes_one_class_of_group() -> None:
+def _is_device_function(value: Any) -> bool:
+    return inspect.isfunction(getattr(value, "fn", None))
+
+
+def _class_of(node: ast.expr, known: dict[str, Any], module: ModuleType) -> Any:
+    """The class of group that an expression of device code has, or None."""
+    found: Any = None
+    if isinstance(node, ast.Name):
+        found = known.get(node.id)
+    elif isinstance(node, ast.Attribute):
+        holder = _class_of(node.value, known, module)
+        found = get_type_hints(holder).get(node.attr) if holder else None
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        called = getattr(getattr(module, node.func.id, None), "fn", None)
+        found = get_type_hints(called).get("return") if called else None
+    return found if parameters._is_group(found) else None
+
+
+def wrong_groups(module: ModuleType) -> list[str]:
+    """The calls of device functions that pass a group of another class than the parameter's."""
+    wrong = []
+    for name, function in vars(module).items():
+        if not _is_device_function(function) or function.fn.__module__ != module.__name__:
+            continue
+        known = {k: c for k, c in get_type_hints(function.fn).items() if parameters._is_group(c)}
+        body = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+        for node in ast.walk(body):  # outer statements first
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                made = _class_of(node.value, known, module)
+                if made:
+                    known[node.targets[0].id] = made
+        for call in (n for n in ast.walk(body) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)):
+            called = getattr(module, call.func.id, None)  # type: ignore[attr-defined]
+            if not _is_device_function(called):
+                continue
+            hints = get_type_hints(called.fn)  # type: ignore[union-attr]
+            for parameter, given in zip(inspect.signature(called.fn).parameters, call.args, strict=False):  # type: ignore
+                takes = hints.get(parameter)
+                passed = _class_of(given, known, module)
+                # The name that `in_elements` takes has another class afterwards.
+                changes = called.fn is primitives.in_elements.fn and passed is groups.Tokens  # type: ignore[union-attr]
+                if passed is not (takes if parameters._is_group(takes) else None) and not changes:
+                    wrong.append(f"{name}: {ast.unparse(call)} passes {passed} as {parameter}: {takes}")
+    return wrong
+
+
+MODULES = [
+    importlib.import_module(found.name)
+    for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    if "gluon" not in (importlib.util.find_spec(found.name).origin or "")  # type: ignore[union-attr]
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.removeprefix("warpwave.kernels."))
+def test_device_functions_get_the_class_of_group_that_they_take(module: ModuleType) -> None:
     """Triton compiles a device function once for arguments of the same types, and the type of a tuple does not state
     its fields. Of two groups with the same types in another order, the second would get the fields of the first."""
-    fields = {field for group in vars(groups).values() if hasattr(group, "_fields") for field in group._fields}
-    unnamed = []
-    for path in (Path(warpwave.__file__).parent / "kernels").rglob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        if "gluon_or_stub" in source:  # Gluon's aggregates are told apart by their class
-            continue
-        for function in (f for f in ast.walk(ast.parse(source)) if isinstance(f, ast.FunctionDef)):
-            if not any("jit" in ast.dump(decorator) for decorator in function.decorator_list):
-                continue
-            bare = {argument.arg for argument in function.args.args if argument.annotation is None}
-            unnamed += [
-                f"{path.name}: {function.name}({node.value.id}) reads .{node.attr}"
-                for node in ast.walk(function)
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-                if node.value.id in bare and node.attr in fields
-            ]
-    assert not unnamed
+    assert wrong_groups(module) == []
+
+
+class Turned(NamedTuple):
+    ptr: Pointer
+    stride_d: Specialized
+    stride_m: int
+
+
+def test_a_group_of_another_class_is_found() -> None:
+    source = """
+@jit
+def row_of(x: Lines, row):
+    return x.ptr + row * x.stride_m
+
+@jit
+def kernel(x: Lines, rules: Rules, y: Turned, BLOCK: tl.constexpr):
+    a = row_of(x, 1) + row_of(rules.bias, 2)
+    z = y
+    b = row_of(z, 3)
+"""
+    made = ModuleType("made")
+    sys.modules["made"] = made
+    linecache.cache["made"] = (len(source), None, source.splitlines(True), "made")
+    vars(made).update(jit=lambda f: SimpleNamespace(fn=f, arg_names=()), Lines=Lines, Rules=Rules, Turned=Turned, tl=tl)
+    exec(compile(source, "made", "exec"), vars(made))
+    (found,) = wrong_groups(made)
+    assert "row_of(z, 3)" in found and "Turned" in found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_on_amd_no_kernel_is_compiled_for_small_tensors_alone(first: int) -> None:
+    """Triton marks tensors below 2 GiB with an S, and compiles offsets of 32 bits for them."""
+    specialize = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    backend = pytest.importorskip("triton.backends.amd.compiler").HIPBackend
+    tensor = torch.empty(64)[first:]
+    alone, stand_in = (specialize(backend, x, False, True, True) for x in (tensor, Anywhere(tensor)))
+    assert "S" in alone[1], "Triton still does"
+    assert stand_in == (alone[0], alone[1].replace("S", ""))

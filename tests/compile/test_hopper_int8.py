@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is publi
 FEATURES = ("plain", "causal", "window", "alibi", "packed", "mask", "bias")
 SAMPLE = [(128, "causal", 128), (128, "window", 64), (256, "plain", 0)]
 FULL = [(d, feature, block) for d in (32, 64, 80, 96, 128, 192, 256) for feature in FEATURES for block in (0, 64, 128)]
-# Configs of large calls, and others that a benchmark compares.
+# Configs that a benchmark compares, and defaults.
 CONFIGS = [
     *((128, feature, (192, 64, 4)) for feature in ("plain", "causal", "window", "alibi")),
     *((128, feature, (128, 128, 3)) for feature in ("plain", "causal", "window")),

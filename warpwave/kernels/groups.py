@@ -4,7 +4,8 @@ dropout.
 The families in Triton, except the ladder, use the same groups under the same names. One compiled kernel serves every
 value of a field of type `int`; Triton specializes a field of type `Specialized` (runtime/parameters.py). A kernel
 cannot assign to a field. A device function must not return a group with constants or absent pointers, because Triton
-turns returned values into run-time values.
+turns returned values into run-time values; `in_elements` returns a stride that may be the constant 1, which inlining
+restores.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Window(NamedTuple):
     TOP_LEFT: tl.constexpr
 
 
-class Splits(NamedTuple):
+class Partials(NamedTuple):
     """The number of splits of the keys, and the buffers of their partial results (partials.py)."""
 
     acc_ptr: Pointer

@@ -66,7 +66,7 @@ def _to_nearest(x, BITS: tl.constexpr):
 
 
 # Triton compiles a device function once for arguments of the same types, and a tuple's type does not state its fields.
-# A function that reads fields of a group therefore takes one class of group (tests/test_parameters.py).
+# Every caller therefore passes the class of group that is annotated (tests/test_parameters.py).
 
 
 @jit
@@ -180,7 +180,7 @@ def key_ranges(
 
 
 @jit
-def in_elements(tensor: InUnits, UNIT: tl.constexpr):
+def in_elements(tensor: InUnits, UNIT: tl.constexpr) -> Tokens:
     """Returns a tensor whose strides count elements, as `Tokens`. They are 64-bit: a stride in elements may exceed 2^31
     although the stride in units does not."""
     return Tokens(

@@ -166,7 +166,7 @@ class Layout:
 
     def add_map(self, plan: TensorMap, place: int, encode: Encode) -> None:
         """Adds a tensor map, which its shape and strides follow as numbers."""
-        assert not self.numbers, "a kernel's tensors come before its numbers"
+        assert not self.numbers, "a kernel's tensor maps come before its numbers"
         self.maps.append((len(self.kinds), place, encode))
         self.kinds += ["", *"i" * len(plan.shape), *"q" * len(plan.strides)]
 

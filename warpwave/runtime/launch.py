@@ -369,6 +369,24 @@ def _specialized(kernel: Any) -> tuple[int, ...]:
     return tuple(i for i, parameter in enumerate(scalars) if parameter.specialized)
 
 
+class Anywhere:
+    """Stands for a tensor when a kernel is compiled for AMD, and has its type and alignment.
+
+    For a tensor whose storage is below 2 GiB, Triton compiles offsets of 32 bits there. A variant is launched on other
+    tensors too, and on pools that have grown.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self.dtype = tensor, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self._tensor.data_ptr()
+
+    def ptr_range(self) -> int:
+        """Returns what Triton asks for: the bytes behind the address that may be used."""
+        return 2**31
+
+
 def _compile(spec: Launch) -> Any:
     """Returns Triton's compiled kernel for a launch, from its caches if possible."""
     kernel, options = spec.kernel, spec.options
@@ -379,6 +397,8 @@ def _compile(spec: Launch) -> Any:
         )
     start = time.perf_counter()
     values = parameters.unspecialized(kernel, spec.values())
+    if torch.version.hip:
+        values = [Anywhere(value) if isinstance(value, torch.Tensor) else value for value in values]
     compiled = kernel.warmup(*parameters.grouped(kernel, values), **options, grid=(1,))
     log.info("compiled %s in %.2f s", kernel.__name__, time.perf_counter() - start)
     return compiled

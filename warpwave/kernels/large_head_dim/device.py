@@ -5,7 +5,7 @@ Bound: L2 and shared memory; see host.py.
 
 from __future__ import annotations
 
-from warpwave.kernels.groups import OfHeads, Pages, ScoreRules, Sequences, Splits, Tokens, Window
+from warpwave.kernels.groups import OfHeads, Pages, Partials, ScoreRules, Sequences, Tokens, Window
 from warpwave.kernels.paged_keys import cached_sequence, pages_of
 from warpwave.kernels.partials import inverse_sum, join, lse_of
 from warpwave.kernels.primitives import (
@@ -42,7 +42,7 @@ def large_head_dim_kernel(
     v_tensor: Tokens,
     out_tensor: Tokens,
     lse_tensor: OfHeads,
-    splits: Splits,
+    splits: Partials,
     rules: ScoreRules,
     sinks_ptr,
     sequences: Sequences,

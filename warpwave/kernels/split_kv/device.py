@@ -11,9 +11,9 @@ from warpwave.kernels.groups import (
     InUnits,
     Pages,
     Pairs,
+    Partials,
     ScoreRules,
     Sequences,
-    Splits,
     Window,
 )
 from warpwave.kernels.paged_keys import cached_sequence, factors_of_cells, page_ids, pages_named
@@ -79,7 +79,9 @@ def _store_rows(ptr, row_head, acc, in_range, dims_v, HEAD_DIM_V: tl.constexpr):
 
 
 @jit
-def _store_part(splits: Splits, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V: tl.constexpr):
+def _store_part(
+    splits: Partials, part, acc, m_i, l_i, rows_heads, row_head, in_range, dims_v, HEAD_DIM_V: tl.constexpr
+):
     """Stores the partial result of the rows over one part of the keys, for the merge."""
     _store_rows(splits.acc_ptr, part * rows_heads + row_head, acc, in_range, dims_v, HEAD_DIM_V)
     tl.store(splits.state_ptr + 2 * part * rows_heads + row_head, m_i, mask=in_range)
@@ -212,7 +214,7 @@ def split_kv_kernel(
     v_tensor: InUnits,
     out_ptr,
     lse_ptr,
-    splits: Splits,
+    splits: Partials,
     rules: ScoreRules,
     sinks_ptr,
     sequences: Sequences,

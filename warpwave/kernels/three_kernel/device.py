@@ -29,7 +29,15 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import score_bits
-from warpwave.kernels.three_kernel.softmax import HIDDEN, LINE, UNSPECIALIZED, Chunk, Probabilities, Scores, whole_lines
+from warpwave.kernels.three_kernel.softmax import (
+    HIDDEN,
+    LINE,
+    UNSPECIALIZED,
+    ChunkPlace,
+    Probabilities,
+    Scores,
+    whole_lines,
+)
 from warpwave.runtime.triton_or_stub import jit, tl
 
 TILES_TOGETHER = tl.constexpr(8)  # rows of tiles that run together and share reads through L2
@@ -54,7 +62,7 @@ def chunk_scores_kernel(
     rules: ScoreRules,
     sequences: Sequences,
     window: Window,
-    chunk: Chunk,
+    chunk: ChunkPlace,
     num_heads_q,
     group_size,
     num_tiles_m,
@@ -167,7 +175,7 @@ def chunk_values_kernel(
     sinks_ptr,
     sequences: Sequences,
     window: Window,
-    chunk: Chunk,
+    chunk: ChunkPlace,
     num_heads_q,
     group_size,
     num_tiles_m,

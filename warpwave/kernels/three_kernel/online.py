@@ -28,7 +28,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.scores import without_unseen
-from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, Chunk, Scores, scores_of_tile, whole_lines
+from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, ChunkPlace, Scores, scores_of_tile, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
@@ -42,7 +42,7 @@ def chunk_online_kernel(
     sinks_ptr,
     sequences: Sequences,
     window: Window,
-    chunk: Chunk,
+    chunk: ChunkPlace,
     num_heads_q,
     group_size,
     num_tiles_m,

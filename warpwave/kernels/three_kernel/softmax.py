@@ -55,7 +55,7 @@ class Probabilities(NamedTuple):
     stride_m: Specialized
 
 
-class Chunk(NamedTuple):
+class ChunkPlace(NamedTuple):
     """Some queries of some heads, heads counted over the batch, and the first key of their workspace."""
 
     first_head: int
@@ -144,7 +144,7 @@ def chunk_softmax_kernel(
     sinks_ptr,
     sequences: Sequences,
     window: Window,
-    chunk: Chunk,
+    chunk: ChunkPlace,
     num_heads_q,
     num_tiles_m,
     range_rows,

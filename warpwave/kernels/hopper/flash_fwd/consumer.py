@@ -403,7 +403,7 @@ def consumer(GROUP: gl.constexpr, role):
         if has_factors(rules.factors):
             rules_of_head = rules_of_queries(rules.factors, place.row_first, work, rules)
         if has_dropout(rules.dropout):
-            rules_of_head = with_dropout(rules, of_head(rules.dropout, dropout_key, work.batch, work.head))
+            rules_of_head = with_dropout(rules_of_head, of_head(rules.dropout, dropout_key, work.batch, work.head))
         n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
