@@ -16,11 +16,11 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NewType, get_type_hints
+from typing import Annotated, Any, NamedTuple, NewType, get_type_hints
 
 from warpwave.runtime.triton_or_stub import tl
 
-Pointer = Any  # annotates an address: a tensor, or None if it is absent
+Pointer = Annotated[Any, "address"]  # annotates an address in a group: a tensor, or None if it is absent
 # Annotates an integer of a group that Triton specializes for 1 and for multiples of 16.
 Specialized = NewType("Specialized", int)
 ANY_INTEGER, ANY_LONG = 3, 2**32 + 3  # integers of 32 and of 64 bits that Triton does not specialize
@@ -33,7 +33,8 @@ class Parameter(NamedTuple):
     Attributes:
         name: of the argument, or of the field of a group.
         path: the index of the argument, then the indices in the nested groups.
-        kind: "constant" for a compile-time constant, "tensor" if the name ends in ptr or map, else "scalar".
+        kind: "constant" for a compile-time constant, "tensor" for a `Pointer` of a group or an argument whose name ends
+            in ptr or map, else "scalar".
         specialized: whether Triton specializes an integer for 1 and for multiples of 16.
     """
 
@@ -64,7 +65,7 @@ def _arguments(kernel: Any) -> tuple[tuple[str, Any], ...]:
 @cache
 def _fields(group: Any) -> tuple[tuple[str, Any], ...]:
     """Returns name and annotation of each field of a group."""
-    return tuple(get_type_hints(group).items())
+    return tuple(get_type_hints(group, include_extras=True).items())
 
 
 def _is_group(annotation: Any) -> bool:
@@ -76,7 +77,9 @@ def _inside(name: str, path: tuple[int, ...], annotation: Any, specialized: bool
         for place, (field, of_field) in enumerate(_fields(annotation)):
             yield from _inside(field, (*path, place), of_field, of_field is Specialized)
     else:
-        kind = "constant" if annotation is tl.constexpr else "tensor" if _ADDRESS.search(name) else "scalar"
+        in_group = len(path) > 1
+        is_address = annotation == Pointer if in_group else _ADDRESS.search(name)
+        kind = "constant" if annotation is tl.constexpr else "tensor" if is_address else "scalar"
         yield Parameter(name, path, kind, specialized)
 
 
