@@ -27,7 +27,7 @@ import torch
 
 from warpwave.kernels import cache_descales
 from warpwave.kernels.arguments import padded
-from warpwave.kernels.groups import CacheDescales, InUnits, Pages
+from warpwave.kernels.groups import AnyTokens, CacheDescales, Pages
 from warpwave.kernels.paged_keys import factors_of_cells
 from warpwave.kernels.paging import offsets_within
 from warpwave.kernels.primitives import packed_sequence, rounded
@@ -76,7 +76,7 @@ class New(NamedTuple):
 
 
 @jit
-def _token(tensor: InUnits, batch, row, head):
+def _token(tensor: AnyTokens, batch, row, head):
     """Returns a pointer to one head of one token, or of one cell of a page."""
     return tensor.ptr + batch * tensor.stride_b + row * tensor.stride_m + head * tensor.stride_h
 
@@ -148,12 +148,12 @@ def _store_head(
 
 @jit(do_not_specialize=UNSPECIALIZED)
 def append_kv_kernel(
-    k_tensor: InUnits,
-    v_tensor: InUnits,
-    q_tensor: InUnits,
+    k_tensor: AnyTokens,
+    v_tensor: AnyTokens,
+    q_tensor: AnyTokens,
     q_out_ptr,
-    k_pool: InUnits,
-    v_pool: InUnits,
+    k_pool: AnyTokens,
+    v_pool: AnyTokens,
     pages: Pages,
     cu_seqlens_ptr,
     cos_ptr,

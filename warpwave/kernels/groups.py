@@ -29,11 +29,22 @@ class Tokens(NamedTuple):
 
 class InUnits(NamedTuple):
     """A tensor of tokens, or a pool of pages, whose strides of batch items (pages), tokens and heads count units of
-    STRIDE_UNIT elements, which `primitives.in_elements` converts, or single elements in a kernel without a unit.
+    STRIDE_UNIT elements, which `primitives.in_elements` converts.
 
     The compiler recognizes only multiples of 16. With the units it also recognizes that rows of 40 or 80 elements are
     16-byte aligned; otherwise it would read them one element at a time.
     """
+
+    ptr: Pointer
+    stride_b: int
+    stride_m: int
+    stride_h: int
+    stride_d: Specialized
+
+
+class AnyTokens(NamedTuple):
+    """A tensor of tokens, or a pool of pages, of any strides in elements. One compiled kernel serves all strides but
+    `stride_d`."""
 
     ptr: Pointer
     stride_b: int
