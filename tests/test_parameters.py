@@ -1,4 +1,4 @@
-"""Groups of parameters: the value of each parameter, and the values that Triton specializes."""
+"""Groups of parameters: the value of each, what Triton specializes, and the class that each device function gets."""
 
 from __future__ import annotations
 

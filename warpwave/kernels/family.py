@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import Any
 
 
@@ -21,13 +20,12 @@ class Family:
     def __init__(self, name: str, place: str = "") -> None:
         self.NAME = name
         self.__name__ = f"{__package__}.{place or name.replace('/', '.')}"
-        self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("_"):  # what inspection asks of any object imports nothing
             raise AttributeError(attribute)
-        self._module = importlib.import_module(self.__name__)
-        found = self.__dict__[attribute] = getattr(self._module, attribute)  # later uses do not come here
+        module = importlib.import_module(self.__name__)
+        found = self.__dict__[attribute] = getattr(module, attribute)  # later uses do not come here
         return found
 
     def __repr__(self) -> str:

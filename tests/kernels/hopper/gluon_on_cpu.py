@@ -331,6 +331,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "bfloat16_part": lambda x: (x.to(torch.bfloat16), x - x.to(torch.bfloat16).float()),
         "like": lambda per_row, x: per_row[:, None],
         "accumulator_layout": lambda width: None,
+        "eight_bit_accumulator_layout": lambda width: None,
         "row_vectors": lambda width: None,
         "to_e4m3": as_bytes,
         "bytes_of_operand": lambda p, keys: p.contiguous().view(torch.float8_e4m3fn),

@@ -194,6 +194,15 @@ def accumulator_layout(width):
 
 
 @jit
+def halves_of(x):
+    """Returns the two halves of an accumulator's columns, which moves no data."""
+    WIDTH: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, WIDTH]), (0, 2, 1)))
+    layout: gl.constexpr = accumulator_layout(WIDTH)
+    return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
+
+
+@jit
 def like(per_row, x):
     """Returns [64] as a column in the layout of the accumulator x."""
     return gl.convert_layout(per_row, gl.SliceLayout(1, x.type.layout))[:, None]
@@ -256,8 +265,9 @@ def operand(p, v_ring):
 
 
 @constexpr_function
-def int8_accumulator_layout(width):
-    """Returns wgmma's layout of 64 rows of `width` int32, for 8-bit operands: that of float32, element by element."""
+def eight_bit_accumulator_layout(width):
+    """Returns wgmma's layout of 64 rows of `width` float32 or int32, for 8-bit operands: element by element that of
+    16-bit operands."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 32])
 
 
@@ -265,7 +275,7 @@ def int8_accumulator_layout(width):
 def zero_scores(k_ring, BLOCK_N: gl.constexpr):
     """Returns what `scores_async` adds to: int32 for int8 operands, else float32."""
     if k_ring.pieces[0].dtype == gl.int8:
-        return gl.zeros([ROWS, BLOCK_N], gl.int32, int8_accumulator_layout(BLOCK_N))
+        return gl.zeros([ROWS, BLOCK_N], gl.int32, eight_bit_accumulator_layout(BLOCK_N))
     else:
         return zero_accumulator(BLOCK_N)
 

@@ -1,6 +1,6 @@
 """Rows past the end of a packed sequence: those of V are zeroed in shared memory, and those of out are not stored."""
 
-from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, first_column, matrix
+from warpwave.kernels.hopper.parts import ROWS, first_column, halves_of, matrix
 from warpwave.runtime.gluon_or_stub import constexpr_function, fence_async_shared, gl, jit, tma, tma_store
 
 
@@ -65,13 +65,11 @@ def store_out(out, out_maps, out_tiles, out_ptr, work, row, num_heads, GROUP: gl
     in turn.
     """
     if len(out_maps) > len(out):
-        layout: gl.constexpr = accumulator_layout(out[0].shape[1] // 2)
-        halves = gl.split(gl.permute(gl.reshape(out[0], [ROWS, 2, out[0].shape[1] // 2]), (0, 2, 1)))
+        halves = halves_of(out[0])
         for i in gl.static_range(2):
             if i == 1:
                 tma.store_wait(0)  # the compiler's barrier before the next store to the buffer informs the other warps
-            half = gl.convert_layout(halves[i], layout, assert_trivial=True)
-            matrix(out_tiles[0].index(GROUP)).store(half.to(out_maps[i].dtype))
+            matrix(out_tiles[0].index(GROUP)).store(halves[i].to(out_maps[i].dtype))
             fence_async_shared()
             store_piece(out_tiles[0].index(GROUP), i, out_maps, out_ptr, work, row, num_heads, rules)
     else:

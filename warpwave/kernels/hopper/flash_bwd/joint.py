@@ -52,6 +52,7 @@ from warpwave.kernels.hopper.parts import (
     arrive_alone,
     barriers,
     buffers,
+    halves_of,
     matrix,
     zero_accumulator,
 )
@@ -255,15 +256,6 @@ def wide_step(
 
 
 @jit
-def halves_of(x):
-    """Returns the two halves of an accumulator's columns."""
-    WIDTH: gl.constexpr = x.shape[1] // 2
-    a, b = gl.split(gl.permute(gl.reshape(x, [GROUP_KEYS, 2, WIDTH]), (0, 2, 1)))
-    layout: gl.constexpr = accumulator_layout(WIDTH)
-    return gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True)
-
-
-@jit
 def narrow_step(
     dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, IS_CUT: gl.constexpr, rules
 ):  # fmt: skip
@@ -362,11 +354,10 @@ def store_by_map(x, result_map, tiles, batch, head, key, GROUP: gl.constexpr, ru
     if x.shape[1] == COLUMNS:
         parts = (x,)
     else:
-        parts = gl.split(gl.permute(gl.reshape(x, [GROUP_KEYS, 2, COLUMNS]), (0, 2, 1)))
+        parts = halves_of(x)
     tma.store_wait(0)  # the compiler's barrier before the next store to the buffer informs the other warps
     for i in gl.static_range(len(parts)):
-        part = gl.convert_layout(parts[i], accumulator_layout(COLUMNS), assert_trivial=True)
-        matrix(ds_part(tiles, i, GROUP, 0, rules)).store(part.to(result_map.dtype))
+        matrix(ds_part(tiles, i, GROUP, 0, rules)).store(parts[i].to(result_map.dtype))
     fence_async_shared()
     for i in gl.static_range(len(parts)):
         tma_store(result_map, [batch, head, key, i * COLUMNS], ds_part(tiles, i, GROUP, 0, rules))

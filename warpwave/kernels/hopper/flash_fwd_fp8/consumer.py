@@ -10,7 +10,6 @@ from warpwave.kernels.hopper.factors import OfKeys, of_head, of_output, of_value
 from warpwave.kernels.hopper.flash_fwd.consumer import release
 from warpwave.kernels.hopper.flash_fwd.mask_bias import hide_by_position
 from warpwave.kernels.hopper.flash_fwd_fp8.products import (
-    accumulator_layout,
     as_pieces,
     chunks_of,
     next_product,
@@ -29,6 +28,7 @@ from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
     Ring,
+    eight_bit_accumulator_layout,
     hand_back,
     hand_back_multiplied,
     like,
@@ -289,7 +289,7 @@ def consumer(GROUP: gl.constexpr, role):
     v_ring = role.v_ring
     box = role.box
     rules = role.rules
-    row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N))
+    row_layout: gl.constexpr = gl.SliceLayout(1, eight_bit_accumulator_layout(rules.BLOCK_N))
     n = 0  # tiles of K and V consumed so far
     messages = 0
     scheduler.wait_posted(box, messages)

@@ -10,7 +10,7 @@ equal terms the sum would no longer grow. Each product with V therefore starts f
 is added to a float32 accumulator by ordinary instructions (`promoted`).
 """
 
-from warpwave.kernels.hopper.parts import ROWS, matrix, wait_for
+from warpwave.kernels.hopper.parts import ROWS, eight_bit_accumulator_layout, matrix, wait_for
 from warpwave.kernels.hopper.serial import unseen_zero
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
@@ -18,16 +18,10 @@ AT_ONCE = gl.constexpr(128)  # columns of V whose products start together; wider
 CHUNK = gl.constexpr(64)
 
 
-@constexpr_function
-def accumulator_layout(width):
-    """Returns wgmma's layout of 64 rows of `width` float32 over a warpgroup, for 8-bit operands."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 32])
-
-
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
     """Returns [64, WIDTH] of zeros."""
-    return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
+    return gl.zeros([ROWS, WIDTH], gl.float32, eight_bit_accumulator_layout(WIDTH))
 
 
 @constexpr_function
@@ -88,7 +82,7 @@ def rounded(p, BLOCK_N: gl.constexpr):
 @jit
 def operand(p, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
     """Returns what `rounded` returned as the operand of a product of WIDTH columns, in the same registers."""
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=4)
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=eight_bit_accumulator_layout(WIDTH), k_width=4)
     return gl.convert_layout(bytes_of_operand(p, BLOCK_N), layout, assert_trivial=True)
 
 
