@@ -19,7 +19,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "trained bias": {"causal": "bottom_right", "bias_shape": (2, 4, 1024, 1024), "bias_dtype": "bfloat16"},
 }
 # wgmma instructions of 64 x N x 16 in the loops of both groups: a joint kernel has a loop over cut tiles and another,
-# the others one loop and the first scores before it.
+# at head_dim 128 under a band one for both; the others one loop and the first scores before it.
 PRODUCTS = {
     (64, 64): {"joint_kernel": 128, "dkv_kernel": 32, "dq_kernel": 40},
     (128, 128): {"joint_kernel": 128, "dkv_kernel": 48, "dq_kernel": 64},
@@ -52,6 +52,8 @@ def test_it_compiles_within_its_limits(dims: tuple[int, int], features: str) -> 
     a_job["problem"] |= {"head_dim_v": dims[1]} | FEATURES[features]
     (found,) = compile_all([a_job])
     products = (WITH_BIAS if features == "trained bias" else PRODUCTS)[dims]
+    if dims == (128, 128) and "causal" in FEATURES[features]:
+        products = products | {"joint_kernel": products["joint_kernel"] // 2}
     for facts in found["configs"]:
         for name, launch in facts["launches"].items():
             assert not launch["mixed_descriptors"]

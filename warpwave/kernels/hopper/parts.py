@@ -203,6 +203,15 @@ def halves_of(x):
 
 
 @jit
+def columns_apart(x):
+    """Returns the columns of an accumulator as two terms that broadcast against it: a constant of each register, and a
+    number of each thread. Compared as they are, columns take a register or a word of local memory each."""
+    columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    of_thread = columns & 6  # four threads share 8 columns
+    return columns - of_thread, of_thread
+
+
+@jit
 def like(per_row, x):
     """Returns [64] as a column in the layout of the accumulator x."""
     return gl.convert_layout(per_row, gl.SliceLayout(1, x.type.layout))[:, None]

@@ -9,6 +9,7 @@ sees a key, and tiles of keys at the first key that a query sees, so that rows o
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
+from warpwave.kernels.hopper.parts import columns_apart
 from warpwave.kernels.hopper.words import TILE_KEYS
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
@@ -199,7 +200,7 @@ def query_span(band, key_first, rules):
     whole_end = gl.where(key_last < band.k_end, whole_end, whole_begin)
     rotation = gl.to_tensor(0)
     if not (rules.HAS_HIGH or rules.HAS_LOW):
-        rotation = key_first // rules.BLOCK_M
+        rotation = key_first // rules.BLOCK_M % gl.maximum(whole_end - whole_begin, 1)
     return Span(begin, end, whole_begin, whole_end, rotation)
 
 
@@ -215,8 +216,9 @@ def tile_at(span, i):
     left = span.whole_begin - span.begin
     cut = num_cut(span)
     tile = gl.where(i < left, span.begin + i, span.whole_end + i - left)
-    whole = (i - cut + span.rotation) % gl.maximum(span.whole_end - span.whole_begin, 1)
-    return gl.where(i < cut, tile, span.whole_begin + whole)
+    whole = span.whole_begin + span.rotation + i - cut
+    whole = gl.where(whole < span.whole_end, whole, whole - (span.whole_end - span.whole_begin))
+    return gl.where(i < cut, tile, whole)
 
 
 @jit
@@ -235,14 +237,33 @@ def key_tiles(band, row_first, row_end, rules):
 
 
 @jit
-def visible(band, rows, keys, rules):
-    """Returns which pairs lie in the band; rows and keys broadcast against each other."""
-    if rules.HAS_HIGH:
-        seen = keys <= gl.minimum(rows + band.high, band.k_end - 1)
+def visible(x, band, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
+    """Returns which pairs of a tile lie in the band.
+
+    Args:
+        x: the tile, [keys, queries] if KEYS_FIRST, else [queries, keys]; row_first and key_first are its first ones.
+    """
+    upright = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    constant, of_thread = columns_apart(x)
+    if KEYS_FIRST:
+        keys = key_first + upright
+        first = gl.zeros_like(keys)
+        if rules.HAS_HIGH:
+            first = keys - (band.high + row_first)
+        first = gl.where(keys < band.k_end, first, x.shape[1])
+        seen = constant >= first[:, None] - of_thread
+        if rules.HAS_LOW:
+            last = keys - (band.low + row_first)
+            seen = seen & (constant <= last[:, None] - of_thread)
     else:
-        seen = keys < band.k_end
-    if rules.HAS_LOW:
-        seen = seen & (keys >= rows + band.low)
+        rows = row_first + upright
+        last = gl.zeros_like(rows) + (band.k_end - 1 - key_first)
+        if rules.HAS_HIGH:
+            last = gl.minimum(last, rows + (band.high - key_first))
+        seen = constant <= last[:, None] - of_thread
+        if rules.HAS_LOW:
+            first = rows + (band.low - key_first)
+            seen = seen & (constant >= first[:, None] - of_thread)
     return seen
 
 

@@ -39,7 +39,6 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     mask_words,
     matrices,
     meet,
-    places,
     probabilities,
     row_of,
     signed,
@@ -168,8 +167,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, bias, True, False, rules)
         if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
             if place < num_cut(span):
-                rows, keys = places(p, row_first, key_first, True)
-                p = gl.where(visible(band, rows, keys, rules), p, 0.0)
+                p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
         p = signed(p, row_first, key_first, True, with_dropout(
             rules, of_head(rules.dropout, dropout_key, work.batch, head)
         ))  # fmt: skip

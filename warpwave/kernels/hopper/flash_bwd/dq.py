@@ -305,8 +305,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
             if is_cut(row_first, key_first, band, rules):
                 # Applied here and not to P, so that P need not be kept while other work is in flight. dP of hidden
                 # pairs may be NaN.
-                rows, keys = places(ds, row_first, key_first, False)
-                ds = gl.where(visible(band, rows, keys, rules), ds, 0.0)
+                ds = gl.where(visible(ds, band, row_first, key_first, False, rules), ds, 0.0)
         if len(tiles.bias.gradient_maps) > 0:
             store_gradient(ds, tiles.bias, bias_tile, work, row_first, key_first)
         if place.WRITE_DSLOPES:

@@ -261,8 +261,7 @@ def times(x, factor):
 
 @jit
 def probabilities(
-    x, lse_log2, band, row_first, key_first, slope_log2, words, bias, KEYS_FIRST: gl.constexpr, IS_CUT: gl.constexpr,
-    rules,
+    x, lse_log2, band, row_first, key_first, slope_log2, words, bias, KEYS_FIRST: gl.constexpr, is_cut, rules,
 ):  # fmt: skip
     """Returns P and 1 - tanh^2 of a tile of raw scores; the latter is P itself, unused, without a softcap.
 
@@ -271,7 +270,7 @@ def probabilities(
         lse_log2: log-sum-exp of the queries in bits, as a row or a column beside x; +inf for a query that sees nothing.
             words: words of a mask (words.py); unused without one.
         bias: in natural units, to be broadcast to x; unused without one.
-        IS_CUT: whether an edge of the band passes through the tile, or the keys end within it.
+        is_cut: whether an edge of the band passes through the tile, or the keys end within it.
     """
     cap = x
     if rules.HAS_SOFTCAP:
@@ -291,9 +290,8 @@ def probabilities(
         p = exp2(exponent)
     else:
         p = exp2_at_most_one(exponent)
-    if IS_CUT:
-        rows, keys = places(x, row_first, key_first, KEYS_FIRST)
-        p = gl.where(visible(band, rows, keys, rules), p, 0.0)
+    if is_cut:
+        p = gl.where(visible(p, band, row_first, key_first, KEYS_FIRST, rules), p, 0.0)
     return p, cap
 
 
