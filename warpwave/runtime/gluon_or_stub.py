@@ -44,18 +44,14 @@ if NO_TRITON is None:
         method = getattr(memory, "reinterpret", None) or memory._reinterpret
         return method(dtype, shape, layout, _semantic=_semantic)
 
-    # The functions of 3.9 spill in loops over keys if half of Q stays in registers (hopper/flash_fwd/config.py).
-    Q_FITS_REGISTERS = not hasattr(tma, "async_load")
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
     block_barrier = reinterpret = tl
-    Q_FITS_REGISTERS = True
 
 __all__ = [
-    "Q_FITS_REGISTERS",
     "TensorDescriptor",
     "aggregate",
     "block_barrier",

@@ -116,7 +116,7 @@ def on_cpu(
             scale, softcap_log2, left, right, groups, block_n,
             *(constants[n] for n in ("HAS_LOW", "HAS_HIGH", "TOP_LEFT", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SINKS")),
             *(constants[n] for n in ("IS_VARLEN", "WRITE_LSE", "OWN_OUT", "VALUES_FIRST", "PARTS", "HEAD_DIM_V")),
-            flash_fwd_configs.q_in_registers(problem, config), False, dropped,
+            False, dropped,
         )  # fmt: skip
         schedule = schedule_names.Schedule(
             pointer(counter), num_tiles, heads, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q, total_k,

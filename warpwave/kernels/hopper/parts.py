@@ -225,20 +225,12 @@ def matrix(piece):
 
 @jit
 def scores_async(q, k_ring, n, zero):
-    """Starts Q K^T of tile n, [64, rows], one wgmma group for each piece of head_dim. `zero` gives shape and layout. If
-    q has one piece more than K, the first half of its columns is also in registers."""
+    """Starts Q K^T of tile n, [64, rows], one wgmma group for each piece of head_dim. `zero` gives shape and layout."""
     stage = n % k_ring.stages
     scores = zero
-    if len(q) > len(k_ring.pieces):
-        half: gl.constexpr = q[0].shape[1]
-        k = matrix(k_ring.pieces[0].index(stage))
-        scores = warpgroup_mma(q[0], k.slice(0, half, dim=1).permute((1, 0)), scores, use_acc=False, is_async=True)
-        rest = k.slice(half, half, dim=1).permute((1, 0))
-        scores = warpgroup_mma(q[1].slice(half, half, dim=1), rest, scores, use_acc=True, is_async=True)
-    else:
-        for i in gl.static_range(len(k_ring.pieces)):
-            k = matrix(k_ring.pieces[i].index(stage)).permute((1, 0))
-            scores = warpgroup_mma(q[i], k, scores, use_acc=i > 0, is_async=True)
+    for i in gl.static_range(len(k_ring.pieces)):
+        k = matrix(k_ring.pieces[i].index(stage)).permute((1, 0))
+        scores = warpgroup_mma(q[i], k, scores, use_acc=i > 0, is_async=True)
     return scores
 
 

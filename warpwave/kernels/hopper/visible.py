@@ -29,7 +29,6 @@ class Rules:
     VALUES_FIRST: gl.constexpr
     PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
-    Q_IN_REGISTERS: gl.constexpr  # columns of Q in registers
     ALIGN_KEYS: gl.constexpr  # whether tiles of keys begin at multiples of their length
     dropout: object  # dropout.Dropout, in a consumer that of its head; () without dropout
     factors: object  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
@@ -55,7 +54,6 @@ class Rules:
         VALUES_FIRST,
         PARTS,
         HEAD_DIM_V,
-        Q_IN_REGISTERS=0,
         ALIGN_KEYS=False,
         dropout=None,
         factors=None,
@@ -78,7 +76,6 @@ class Rules:
         self.VALUES_FIRST = gl.constexpr(VALUES_FIRST)
         self.PARTS = gl.constexpr(PARTS)
         self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
-        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.ALIGN_KEYS = gl.constexpr(ALIGN_KEYS)
         self.dropout = gl.tuple([]) if dropout is None else dropout
         self.factors = gl.tuple([]) if factors is None else factors
@@ -96,8 +93,8 @@ def with_factors(rules, scale, factors):
     return Rules(
         scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
         rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
-        rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V, rules.Q_IN_REGISTERS,
-        rules.ALIGN_KEYS, rules.dropout, factors,
+        rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V, rules.ALIGN_KEYS,
+        rules.dropout, factors,
     )  # fmt: skip
 
 
@@ -108,7 +105,7 @@ def with_dropout(rules, dropout):
         rules.scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N,
         rules.HAS_LOW, rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS,
         rules.IS_VARLEN, rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V,
-        rules.Q_IN_REGISTERS, rules.ALIGN_KEYS, dropout, rules.factors,
+        rules.ALIGN_KEYS, dropout, rules.factors,
     )  # fmt: skip
 
 

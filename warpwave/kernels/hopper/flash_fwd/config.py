@@ -10,7 +10,7 @@ from warpwave.kernels import rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule, deciding, undecided
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
+from warpwave.problem import AttentionProblem, by_kind
 
 SHORT_KEYS = 2048
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
@@ -113,21 +113,6 @@ def out_columns(problem: AttentionProblem, config: Config) -> int:
     if halves and _smem(problem, config, 128) <= limit:
         return 128
     return width if problem.is_quantized else 0
-
-
-@by_kind
-def q_in_registers(problem: AttentionProblem, config: Config) -> int:
-    """Returns how many columns of Q consumers keep in registers: half of 256, or none.
-
-    The product of scores then reads 96 bytes of shared memory a clock instead of 128, which is the maximum: 1.004 to
-    1.009 times as fast at 16 x 1024 to 1 x 16384, full and causal. With a quarter in registers it takes 1.02 times as
-    long, with half at head_dim 128 1.01 times. If scores need more work (masks, biases, dropout), registers run out.
-    """
-    of_queries, of_values = row_pieces(problem, config)
-    wide = DTYPE_BYTES[problem.dtype] == 2 and of_queries == of_values == (256,)
-    bare = problem.mask_shape is problem.bias_shape is problem.alibi_shape is None and problem.softcap == 0.0
-    bare = bare and problem.window_size == (-1, -1) and not problem.packed and not problem.dropout_p
-    return 128 if wide and bare and (config.block_m, config.block_n) == (128, 64) else 0
 
 
 @by_kind

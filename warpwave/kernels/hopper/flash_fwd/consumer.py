@@ -409,9 +409,6 @@ def consumer(GROUP: gl.constexpr, role):
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
-        if rules.Q_IN_REGISTERS > 0:
-            layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
-            q = (matrix(q_tiles[0].index(GROUP)).slice(0, rules.Q_IN_REGISTERS, dim=1).load(layout),) + q
 
         if rules.PARTS > 1:
             n, m_i, lead, l_i, acc = split_tiles(

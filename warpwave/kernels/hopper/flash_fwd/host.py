@@ -22,7 +22,6 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     num_parts,
     out_columns,
     out_pieces,
-    q_in_registers,
     query_tiles,
     registers,
     row_pieces,
@@ -34,7 +33,6 @@ from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
 from warpwave.runtime import launch, scratch, tensor_maps
-from warpwave.runtime.gluon_or_stub import Q_FITS_REGISTERS
 
 __all__ = [
     "Binder",
@@ -414,7 +412,6 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "HAS_MASK": features["HAS_MASK"],
-        "Q_IN_REGISTERS": q_in_registers(problem, config) if Q_FITS_REGISTERS else 0,
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
     }

@@ -131,7 +131,6 @@ def hopper_flash_fwd_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     HAS_MASK: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
     BIAS: gl.constexpr,
@@ -158,7 +157,7 @@ def hopper_flash_fwd_kernel(
         factors = Factors(q_descale_ptr, strides, of_k, group_size, Q_BLOCK)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V, Q_IN_REGISTERS,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V,
         K_BLOCK > 0, dropout, factors,
     )  # fmt: skip
     # Tuples and aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through
