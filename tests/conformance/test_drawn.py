@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import drawn
+from tests.conformance import drawn, drawn_processes
 from tests.conformance.cases import PLAIN, Case
 from tests.conformance.drawn import Drawn
 from tests.conformance.harness import GPU, KERNELS, ON_GPU
@@ -19,8 +19,8 @@ PARTS = 8
 @pytest.mark.skipif(ON_GPU, reason="a GPU has minutes of them: make test-drawn")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_calls_of_this_commit(part: int) -> None:
-    seeds = list(drawn.some(CALLS))[part * CALLS // PARTS : (part + 1) * CALLS // PARTS]
-    wrong = {seed: found for seed in seeds if (found := drawn.attempt(seed)[1]) and found != "skipped"}
+    seeds = list(drawn_processes.some(CALLS))[part * CALLS // PARTS : (part + 1) * CALLS // PARTS]
+    wrong = {seed: found for seed in seeds if (found := drawn_processes.attempt(seed)[1]) and found != "skipped"}
     assert not wrong, "\n\n".join(f"{found}\n{drawn.repro(seed)}" for seed, found in wrong.items())
 
 
@@ -72,6 +72,6 @@ def test_a_wrong_call_is_found_and_said(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_seeds_follow_from_the_commit() -> None:
-    assert drawn.seed_of_commit("0123abc") == 0x0123ABC * 1_000_000
+    assert drawn_processes.seed_of_commit("0123abc") == 0x0123ABC * 1_000_000
     assert drawn.draw(12345) == drawn.draw(12345)
     assert len({str(drawn.draw(seed).case) for seed in range(0, 40, 4)}) == 10
