@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_call OUT.json [--repeats 3]
 
-Each measurement is a fresh process that imports torch, starts CUDA, and then imports warpwave and makes one call. Its
+Each measurement is a fresh process that imports torch, starts CUDA, imports warpwave, and makes a call twice. Its
 figures are the seconds of `import torch`, of the start of CUDA, of `import warpwave`, and of the first and the second
 call with the device's work. A process with an empty cache compiles; the next ones find its files.
 """

@@ -345,13 +345,23 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: mask one key too narrow", BAND,
-        "keys <= gl.minimum(rows", "keys < gl.minimum(rows",
+        "seen = constant >= first[:, None] - of_thread", "seen = constant > first[:, None] - of_thread",
         BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
     ),
     Mutant(
         "gradients on Hopper: window's left edge exclusive", BAND,
-        "keys >= rows + band.low", "keys > rows + band.low",
+        "(constant <= last[:, None] - of_thread)", "(constant < last[:, None] - of_thread)",
         BACKWARD_ON_CPU, "packed and window and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "dQ apart: mask one key too narrow", BAND,
+        "seen = constant <= last[:, None] - of_thread", "seen = constant < last[:, None] - of_thread",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: one loop leaves the last cut tile without its mask",
+        "kernels/hopper/flash_bwd/joint.py", "GROUP, i < cut, rules_of_head", "GROUP, i + 1 < cut, rules_of_head",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
     ),
     Mutant(
         "gradients on Hopper: statistics of another packed sequence", BAND,
@@ -436,7 +446,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "dK and dV apart: a cut tile without its mask", APART_DKV,
-        "p = gl.where(visible(band, rows, keys, rules), p, 0.0)", "p = p * 1.0",
+        "p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)", "p = p * 1.0",
         BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dv",
     ),
     Mutant(

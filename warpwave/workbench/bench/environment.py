@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 PEER_DISTRIBUTIONS = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "ffpa-attn")
 
 # NVML's bits for the reasons of reduced clocks. Idle is left out: before a run it is always set.

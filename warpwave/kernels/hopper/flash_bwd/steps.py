@@ -172,12 +172,14 @@ def load_rows(stream, row_maps, statistic_map, n, batch, head, row, statistic_pl
 
 
 @jit
-def wait_rows(stream, n, rows_used, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Waits for tile n. Zeroes its rows from `rows_used` on, which belong to the next packed sequence."""
+def wait_rows(stream, n, rows_used, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constexpr, is_cut=True):
+    """Waits for tile n. Zeroes its rows from `rows_used` on, which belong to the next packed sequence. A tile that is
+    not cut has none."""
     wait_full(stream.ring, n)
-    if IS_VARLEN:  # noqa: SIM102 (known when compiled, and the other is not)
-        if rows_used < BLOCK_M:
-            zero_values(stream.ring, n, rows_used, BLOCK_M)
+    if IS_VARLEN:  # noqa: SIM102 (known when compiled, and the others may not be)
+        if is_cut:  # noqa: SIM102
+            if rows_used < BLOCK_M:
+                zero_values(stream.ring, n, rows_used, BLOCK_M)
 
 
 @jit
@@ -270,7 +272,8 @@ def probabilities(
         lse_log2: log-sum-exp of the queries in bits, as a row or a column beside x; +inf for a query that sees nothing.
             words: words of a mask (words.py); unused without one.
         bias: in natural units, to be broadcast to x; unused without one.
-        is_cut: whether an edge of the band passes through the tile, or the keys end within it.
+        is_cut: whether an edge of the band passes through the tile, or the keys end within it. Known when
+            compiled, or chosen at run time by a branch.
     """
     cap = x
     if rules.HAS_SOFTCAP:

@@ -137,7 +137,7 @@ def hopper_flash_fwd_fp8_kernel(
     factors = Factors(q_descale_ptr, strides, of_k, group_size, Q_BLOCK)
     rules = Rules(
         scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, True, 1, 0, 0, True, (), factors,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, True, 1, 0, True, (), factors,
     )  # fmt: skip
     # Aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through them.
     if not IS_VARLEN:
