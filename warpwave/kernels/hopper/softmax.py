@@ -36,7 +36,7 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
             own_key = rows + (place.offset - key_first)
             scores = scores - place.slope_log2 * gl.abs(columns[None, :] - own_key[:, None]).to(gl.float32)
         if AT_EDGE:
-            # Two limits per row: each score then costs a comparison with a constant.
+            # Two limits per row: each score then costs one comparison for each.
             last = gl.full([ROWS], keys.end - 1 - key_first, gl.int32, gl.SliceLayout(1, layout))
             if rules.HAS_HIGH:
                 last = gl.minimum(last, rows + (keys.high - key_first))
