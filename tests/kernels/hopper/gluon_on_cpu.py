@@ -292,6 +292,10 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         assert barrier.phase >= use, "a reader waits for a chunk whose stage still waits for the one before"
         barrier.wait(use)
 
+    def wait_for_turn(count: Pointer, rank: Any) -> None:
+        # Programs run one after another, and each takes its tiles in their order.
+        assert count.memory[count.offsets] == rank, "waits for a block that was not taken before"
+
     def product(a: Any, b: Memory, acc: Tensor, use_acc: Any = True, is_async: bool = False) -> Tensor:
         left = a.values if isinstance(a, Memory) else a
         # Sums of int8 products are exact in float32.
@@ -312,6 +316,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "tma_add": lambda target, place, source: target.write(place, source.values, add=True),
         "tma_store": lambda target, place, source: target.write(place, source.values),
         "tma": types.SimpleNamespace(store_wait=lambda pending: None),
+        "wait_for_turn": wait_for_turn,
+        "pass_turn": lambda count, rank: count.memory.__setitem__(count.offsets, rank + 1),
         "warpgroup_mma": product,
         "warpgroup_mma_wait": wait_product,
         "fence_async_shared": lambda: None,

@@ -35,7 +35,7 @@ def on_cpu(
     """The gradients by the launches' own source, from out and lse of the reference, or from others. With `more`, those
     of bias and slopes as well."""
     from warpwave.kernels.hopper import parts, rows, scheduler, words
-    from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps
+    from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps, turns
 
     problem = replace(call.problem, return_lse=True)
     exact = exact or oracle(problem, call.operands)
@@ -60,7 +60,7 @@ def on_cpu(
         tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
-            modules = (band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, words)
+            modules = (band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, turns, words)
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)

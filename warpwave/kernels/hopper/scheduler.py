@@ -251,6 +251,17 @@ def draw(counter_ptr, t, num_tiles):
 
 
 @jit
+def draw_in_order(counter_ptr, num_tiles):
+    """Returns the number of a program's next tile, the first included; `num_tiles` or more if none is left. Whoever has
+    a tile thus knows that running programs took all tiles before it, and may wait for these. There are as many draws
+    more as programs."""
+    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if drawn == num_tiles + gl.num_programs(0) - 1:
+        gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+    return drawn
+
+
+@jit
 def tile_of(s, t, BLOCK_M: gl.constexpr, HAS_HIGH: gl.constexpr, IS_VARLEN: gl.constexpr):
     """Returns tile t of the schedule; in a packed call it may be empty (`is_work`)."""
     if IS_VARLEN:

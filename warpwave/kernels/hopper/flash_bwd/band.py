@@ -148,29 +148,24 @@ def begins_early(has_edge, rules):
 
 @aggregate
 class Span:
-    """The query tiles of a block of keys in the order of the walk: first those that an edge of the band or a packed
-    sequence's end cuts, from both ends, then those that lie entirely in the band.
+    """The query tiles of a block of keys, which walks them from the last to the first (turns.py).
 
     Args:
         begin, end: all tiles; none if end <= begin.
-        whole_begin, whole_end: the tiles that need no mask. rotation: the one of these at which the walk begins. Blocks
-            of one head that run together begin at different tiles, so that they do not add to the same rows of dQ at
-            the same time.
+        whole_begin, whole_end: the tiles that need no mask: no edge of the band cuts them, nor a sequence's end.
     """
 
     begin: gl.tensor
     end: gl.tensor
     whole_begin: gl.tensor
     whole_end: gl.tensor
-    rotation: gl.tensor
 
     @constexpr_function
-    def __init__(self, begin, end, whole_begin, whole_end, rotation):
+    def __init__(self, begin, end, whole_begin, whole_end):
         self.begin = begin
         self.end = end
         self.whole_begin = whole_begin
         self.whole_end = whole_end
-        self.rotation = rotation
 
 
 @jit
@@ -198,27 +193,20 @@ def query_span(band, key_first, rules):
         whole_end = gl.maximum(gl.minimum(whole_end, ragged), whole_begin)
     # If the keys end within the block, every tile is cut.
     whole_end = gl.where(key_last < band.k_end, whole_end, whole_begin)
-    rotation = gl.to_tensor(0)
-    if not (rules.HAS_HIGH or rules.HAS_LOW):
-        rotation = key_first // rules.BLOCK_M % gl.maximum(whole_end - whole_begin, 1)
-    return Span(begin, end, whole_begin, whole_end, rotation)
-
-
-@jit
-def num_cut(span):
-    """Returns how many tiles need a mask."""
-    return span.end - span.begin - (span.whole_end - span.whole_begin)
+    return Span(begin, end, whole_begin, whole_end)
 
 
 @jit
 def tile_at(span, i):
     """Returns the i-th tile that is walked."""
-    left = span.whole_begin - span.begin
-    cut = num_cut(span)
-    tile = gl.where(i < left, span.begin + i, span.whole_end + i - left)
-    whole = span.whole_begin + span.rotation + i - cut
-    whole = gl.where(whole < span.whole_end, whole, whole - (span.whole_end - span.whole_begin))
-    return gl.where(i < cut, tile, whole)
+    return span.end - 1 - i
+
+
+@jit
+def is_cut(span, i):
+    """Returns whether the i-th tile that is walked needs a mask."""
+    tile = tile_at(span, i)
+    return (tile < span.whole_begin) | (tile >= span.whole_end)
 
 
 @jit
@@ -269,14 +257,13 @@ def visible(x, band, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
 
 @jit
 def work_on_keys(schedule, t, rules):
-    """Returns tile t of the schedule as a block of keys of one kv head, the longest first under a causal mask.
+    """Returns tile t of the schedule as a block of keys of one kv head. The blocks of a head come in the order of their
+    keys: under a causal mask the longest first, and as turns.py requires.
 
     The schedule counts tiles of keys: its q fields hold the call's lengths of keys, and its k fields those of queries.
     """
-    work = scheduler.tile_of(schedule, t, rules.BLOCK_N, rules.HAS_HIGH, rules.IS_VARLEN)
-    tile = work.tile
-    if rules.HAS_HIGH:  # the forward's last tile is the longest, the backward's first
-        tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - tile
+    work = scheduler.tile_of(schedule, t, rules.BLOCK_N, True, rules.IS_VARLEN)
+    tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - work.tile  # the schedule begins with the last
     return scheduler.Work(
         tile, work.batch, work.head, work.k_begin, work.seqlen_k, work.q_begin, work.seqlen_q
     )  # fmt: skip

@@ -21,7 +21,7 @@ from warpwave.kernels.hopper.dropout import Dropout, has_dropout, key_of, of_hea
 from warpwave.kernels.hopper.flash_bwd.band import (
     Rules,
     band_of,
-    num_cut,
+    is_cut,
     query_span,
     visible,
     with_dropout,
@@ -166,7 +166,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         bias = bias_of(tiles.bias, bias_tile, work, head, row_first, key_first, True, rules.BLOCK_M, rules)
         p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, bias, True, False, rules)
         if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
-            if place < num_cut(span):
+            if is_cut(span, place):
                 p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
         p = signed(p, row_first, key_first, True, with_dropout(
             rules, of_head(rules.dropout, dropout_key, work.batch, head)

@@ -6,7 +6,8 @@ read them. Scores are computed transposed, keys by queries, so that P and dS are
     S^T = K Q^T,  dP^T = V dO^T;   P^T = exp(S^T - lse),  dS^T = P^T (dP^T - delta);   dV += P^T dO,  dK += dS^T Q
 
 dQ needs the keys of both groups: dS goes through shared memory, each group multiplies its share of dQ, and a warp adds
-it to float32 sums in memory by TMA, in the order in which wgmma holds it in registers (rows.py undoes that).
+it to float32 sums in memory by TMA, when it is the block's turn (turns.py). A sum lies in memory in the order in which
+wgmma holds it in registers (rows.py undoes that).
 
 Shah et al., "FlashAttention-3" (2024), appendix B.1; Dao, "FlashAttention-2" (2023), algorithm 2.
 
@@ -21,7 +22,7 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     Rules,
     band_of,
     first_statistic,
-    num_cut,
+    is_cut,
     query_span,
     tile_at,
     with_dropout,
@@ -47,6 +48,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_queries_before,
     zero_tail,
 )
+from warpwave.kernels.hopper.flash_bwd.turns import pass_turn, rank_of, wait_for_turn
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -122,8 +124,8 @@ class Tiles:
 
 
 @jit
-def adder(dq_map, tiles, seqlen_q, seqlen_k, heads, rules):
-    """Adds each group's share of a tile's dQ to the sums in memory."""
+def adder(dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules):
+    """Adds each group's share of a tile's dQ to the sums in memory, in turn."""
     LINES: gl.constexpr = tiles.dq.shape[1]
     n = 0
     messages = 0
@@ -141,14 +143,23 @@ def adder(dq_map, tiles, seqlen_q, seqlen_k, heads, rules):
         tiles_of_head = heads.rows // rules.BLOCK_M
         for i in range(count * heads.group_size):
             head = batch * heads.num_heads + work.head * heads.group_size + i // count
-            line = (head * tiles_of_head + first + tile_at(span, i % count)) * (2 * LINES)
+            tile = tile_at(span, i % count)
+            place = head * tiles_of_head + first + tile
+            line = place * (2 * LINES)
+            rank = rank_of(work.tile, tile, band, rules)
+            if rank > 0:
+                wait_for_turn(turns_ptr + place, rank)
             for group in gl.static_range(GROUPS):
                 mbarrier.wait(tiles.dq_full.index(group), n & 1)
-                tma_add(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
+                if rank == 0:
+                    tma_store(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
+                else:
+                    tma_add(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
             tma.store_wait(1)
             mbarrier.arrive(tiles.dq_empty.index(0), count=1)
             tma.store_wait(0)
             mbarrier.arrive(tiles.dq_empty.index(1), count=1)
+            pass_turn(turns_ptr + place, rank)
             n += 1
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
@@ -414,22 +425,27 @@ def consumer(
             )
             head = work.head * heads.group_size + h
             rules_of_head = with_dropout(rules, of_head(rules.dropout, dropout_key, work.batch, head))
-            cut = num_cut(span)
             steps = span.end - span.begin
             if ONE_LOOP:
                 for i in range(steps):
                     row_first = row_of(span, i, band, rules)
-                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, i < cut, rules_of_head)
+                    cut = is_cut(span, i)
+                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, cut, rules_of_head)
                     n += 1
             else:
-                for i in range(cut):
-                    row_first = row_of(span, i, band, rules)
-                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules_of_head)
-                    n += 1
-                for i in range(cut, steps):
-                    row_first = row_of(span, i, band, rules)
-                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules_of_head)
-                    n += 1
+                # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
+                behind = span.end - span.whole_end
+                upto = span.end - span.whole_begin
+                for is_second in range(2):
+                    cut_end = gl.where(is_second == 0, behind, steps)
+                    for i in range(is_second * upto, cut_end):
+                        row_first = row_of(span, i, band, rules)
+                        dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules_of_head)
+                        n += 1
+                    for i in range(cut_end, upto):
+                        row_first = row_of(span, i, band, rules)
+                        dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules_of_head)
+                        n += 1
         mbarrier.arrive(tiles.empty.index(0), count=1)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
@@ -471,6 +487,7 @@ def joint_kernel(
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     dropout_seed_ptr,
+    turns_ptr,
     counter_ptr,
     stride_alibi_b,
     stride_dk_b,
@@ -572,7 +589,7 @@ def joint_kernel(
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (producer, (maps, (), tiles, schedule, heads, rules)),
-            (adder, (dq_map, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (adder, (dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -54,7 +54,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     plans = _plans(problem, config, sources)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed
+        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed, t.workspace.turns
 
     # Of a query: Q, dO and dQ's sums.
     scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))

@@ -61,11 +61,13 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     if problem.mask_shape is not None:
         words = [(mask_bits.packed(problem, transposed).size,) for transposed in (False, True)]
     flags = (None, None) if problem.bias_shape is None else bias_seen.shapes(problem)
-    return [statistics, statistics, lines, (heads, tiles) if problem.has_sinks else None, *words, *flags]
+    turns = (heads, tiles) if config.is_joint else None
+    of_sinks = (heads, tiles) if problem.has_sinks else None
+    return [statistics, statistics, lines, turns, of_sinks, *words, *flags]
 
 
 # By what is in Workspace.
-_DTYPES = (*(torch.float32,) * 4, *(torch.int32,) * 2, *(torch.int8,) * 2)
+_DTYPES = (*(torch.float32,) * 3, torch.int32, torch.float32, *(torch.int32,) * 2, *(torch.int8,) * 2)
 
 
 def bind(

@@ -13,7 +13,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.dropout import PERIOD
 from warpwave.kernels.hopper.flash_bwd import rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, steps_of_dq, width
+from warpwave.kernels.hopper.flash_bwd.config import Config, steps_of_dq
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -26,6 +26,7 @@ class Workspace(NamedTuple):
     lse_log2: torch.Tensor  # (batch * num_heads_q, rows)
     delta: torch.Tensor
     dq_sums: torch.Tensor | None  # (lines, 128), where one launch makes all gradients
+    turns: torch.Tensor | None  # (batch * num_heads_q, tiles): see turns.py
     of_sinks: torch.Tensor | None  # (batch * num_heads_q, tiles)
     words: torch.Tensor | None  # of the mask, and of its transpose: see prepass/mask_bits.py
     words_transposed: torch.Tensor | None
@@ -179,7 +180,7 @@ def of_hidden(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
     the queries and keys that the bias hides entirely."""
     steps = []
     if problem.bias_shape is not None:
-        bias, (of_queries, of_keys) = tensors.operands.bias, tensors.workspace[6:8]
+        bias, of_queries, of_keys = _bias_and_flags(tensors)
         assert bias is not None and of_queries is not None and of_keys is not None
         steps.append(Step(bias_seen.specify(problem, bias, of_queries, of_keys), _bias_and_flags))
     if problem.mask_shape is None:
@@ -196,7 +197,7 @@ def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
 
 
 def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
-    return t.operands.bias, *t.workspace[6:8]
+    return t.operands.bias, t.workspace.queries_seen, t.workspace.keys_seen
 
 
 def with_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> Tensors:
@@ -249,7 +250,9 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
     of_dlse = [0, 0, 0] if tensors.dlse is None else [*arguments.lse_strides(problem), 1]
 
     def given(t: Tensors) -> tuple[Any, ...]:
-        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *t.offsets, *t.workspace[:4]
+        work = t.workspace
+        left = work.lse_log2, work.delta, work.turns, work.of_sinks
+        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *t.offsets, *left
 
     return Step(
         launch.Launch(
@@ -268,7 +271,6 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
             constants={
                 "BLOCK_M": config.block_m,
                 "HEAD_DIM_V": problem.head_dim_v,
-                "WIDTH": width(problem),
                 "WIDTH_V": arguments.padded(problem.head_dim_v),
                 **arguments.band_constants(problem),
                 "HAS_SINKS": problem.has_sinks,

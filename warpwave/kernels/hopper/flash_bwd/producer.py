@@ -14,14 +14,16 @@ def producer(maps, mask, tiles, schedule, heads, rules):
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
     n = 0
     messages = 0
-    t = gl.program_id(0)
+    t = gl.to_tensor(-1)
     while t < schedule.num_tiles:
+        # One draw for the first tile and all others: of one before the loop, ptxas 12.8 leaves the warp diverged.
+        t = scheduler.draw_in_order(schedule.counter_ptr, schedule.num_tiles)
         work = work_on_keys(schedule, t, rules)
         band = band_of(work, rules)
         key_first = band.k_begin + work.tile * rules.BLOCK_N
         span = query_span(band, key_first, rules)
         count = span.end - span.begin
-        if (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
+        if (t < schedule.num_tiles) & (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
             scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
             batch = work.batch
             if rules.IS_VARLEN:
@@ -54,7 +56,6 @@ def producer(maps, mask, tiles, schedule, heads, rules):
                 load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row + down, line)
                 n += 1
             messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
     zero = gl.to_tensor(0)
     none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
     scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)

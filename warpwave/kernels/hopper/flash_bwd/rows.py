@@ -84,6 +84,7 @@ def _place(
     if HAS_LOW and TOP_LEFT:  # as in band.band_of
         q_end = tl.where(seqlen_k - seqlen_q - window_left > high, q_begin, q_end)
     q_begin = q_begin // ALIGN * ALIGN
+    q_end = tl.where(seqlen_k > 0, q_end, q_begin)
     return begin, seqlen_q, q_begin, q_end, tile
 
 
@@ -98,7 +99,7 @@ def statistics_kernel(
     cu_seqlens_k_ptr,
     lse_log2_ptr,
     delta_ptr,
-    dq_sums_ptr,
+    turns_ptr,
     of_sinks_ptr,
     stride_ob,
     stride_om,
@@ -124,7 +125,6 @@ def statistics_kernel(
     window_right,
     BLOCK_M: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
     WIDTH_V: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
@@ -133,7 +133,7 @@ def statistics_kernel(
     IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Computes the statistics of one tile of queries of one head, and zeroes its sums of dQ.
+    """Computes the statistics of one tile of queries of one head, and zeroes its count of turns.
 
     Args:
         of_sinks_ptr: (batch * num_heads, num_tiles): the contribution of the tile's rows to the gradient of their
@@ -178,10 +178,8 @@ def statistics_kernel(
             beside = (begin + others).to(tl.int64) * stride_dlm
             of_sink += tl.load(dlse_ptr + item * stride_dlb + head * stride_dlh + beside, mask=unseen, other=0.0)
         tl.store(of_sinks_ptr + batch_head * num_tiles + place, tl.sum(of_sink, 0))
-    if dq_sums_ptr is not None:
-        cells_of_tile = tl.arange(0, BLOCK_M * WIDTH)
-        at_sums = (batch_head * num_tiles + place) * (BLOCK_M * WIDTH)
-        tl.store(dq_sums_ptr + at_sums + cells_of_tile, tl.zeros([BLOCK_M * WIDTH], tl.float32))
+    if turns_ptr is not None:
+        tl.store(turns_ptr + batch_head * num_tiles + place, 0)
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
