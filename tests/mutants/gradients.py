@@ -286,8 +286,23 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dq added to another tile than it is of", JOINT,
-        "first + tile_at(span, i % count)) * (2 * LINES)", "first + span.begin + i % count) * (2 * LINES)",
+        "tile = tile_at(span, i % count)", "tile = span.begin + i % count",
         BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq of each block in place of their sum", JOINT,
+        "if rank == 0:", "if rank >= 0:",
+        BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: turns that count blocks which add nothing", "kernels/hopper/flash_bwd/turns.py",
+        "rank = rank - gl.maximum(first_key, 0) // rules.BLOCK_N", "rank = rank + 0",
+        BACKWARD_ON_CPU, "wider and 128", "waits for a block that was not taken before",
+    ),
+    Mutant(
+        "gradients on Hopper: the last keys first, which wait for others", BAND,
+        "tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - work.tile", "tile = work.tile",
+        BACKWARD_ON_CPU, "causal and 128", "waits for a block that was not taken before",
     ),
     Mutant(
         "gradients on Hopper: dq into the other group's buffer", JOINT,

@@ -25,9 +25,9 @@ class Config:
         block_m: queries of a step, 64 or 128; in a separate launch of dQ, its keys (`steps_of_dq`).
         num_stages: tiles of Q and of dO in flight: at least 1; at least 2 in separate launches, where a step waits for
             the next tile before it releases its own.
-        is_joint: whether one launch computes dQ, dK and dV, with five products per tile, and adds to dQ in memory.
-            Otherwise one launch computes dK and dV and another dQ: seven products, no atomics, the same bits in every
-            run.
+        is_joint: whether one launch computes dQ, dK and dV, with five products per tile, and adds to dQ in memory
+            (turns.py). Otherwise one launch computes dK and dV and another dQ: seven products. Both repeat bit for
+            bit.
     """
 
     block_m: int
@@ -70,10 +70,10 @@ RULES: tuple[Rule[Config], ...] = (
         "not measured; dQ, dK and dV of a tile do not fit the registers of two warpgroups",
     ),
     Rule(
-        "deterministic gradients, or a mask or bias",
-        lambda problem: problem.deterministic or problem.mask_shape is not None or problem.bias_shape is not None,
+        "a mask or bias",
+        lambda problem: problem.mask_shape is not None or problem.bias_shape is not None,
         (APART,),
-        "not measured; only launches apart repeat bit for bit, and take masks and biases",
+        "not measured; only launches apart take masks and biases",
     ),
     Rule(
         "head_dim up to 64",

@@ -35,16 +35,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     # whole tiles
     tiles = heads_of(problem) * query_tiles(problem, config.block_m)
     sums = 4 * tiles * config.block_m * width(problem) if config.is_joint else 0
-    statistics = tiles * config.block_m * STATISTICS_BYTES
+    statistics = tiles * (config.block_m * STATISTICS_BYTES + 4 * config.is_joint)  # and counts of turns
     workspace = sums + statistics + 4 * tiles * problem.has_sinks
     threads = 128 if problem.head_dim_v <= MAX_JOINT else 256
-    first = of_rows(
-        tiles,
-        rows * (2 * size * problem.head_dim_v + 4),
-        sums + statistics,
-        sums + statistics,
-        threads,
-    )
+    first = of_rows(tiles, rows * (2 * size * problem.head_dim_v + 4), statistics, statistics, threads)
     zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
     if problem.bias_shape is not None:
         reading, flags = _of_hidden_by_bias(problem)

@@ -76,7 +76,8 @@ GROUPS = gl.constexpr(2)
 GROUP_KEYS = gl.constexpr(64)
 COLUMNS = gl.constexpr(64)  # of dK and dV that one copy stores: as wide as a swizzle
 LINE = gl.constexpr(128)  # float32 of a line of dQ's sums
-READERS = gl.constexpr(3)  # of a message: two consumers and the warp that adds dQ
+ADDERS = gl.constexpr(2)  # warps that add dQ: a tile takes one longer than the consumers take for a tile
+READERS = gl.constexpr(4)  # of a message: two consumers and the warps that add dQ
 
 
 @aggregate
@@ -89,7 +90,8 @@ class Tiles:
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
         ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile suffices. dK and
             dV are stored through it.
-        dq: each group's share of a tile's dQ, [2, lines, LINE] float32, with its barriers.
+        dq: each group's share of a tile's dQ, [2, lines, LINE] float32. `dq_full` has a barrier for each adding warp
+            and group, `dq_empty` one for each group.
         box: the producer's messages.
     """
 
@@ -120,12 +122,12 @@ class Tiles:
         self.box = box
 
 
-# The warp that adds dQ ------------------------------------------------------------------------------------------------
+# The warps that add dQ ------------------------------------------------------------------------------------------------
 
 
 @jit
-def adder(dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules):
-    """Adds each group's share of a tile's dQ to the sums in memory, in turn."""
+def adder(WARP: gl.constexpr, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules):
+    """Adds each group's share of dQ to the sums in memory, in turn: of every ADDERS-th tile, from the WARP-th on."""
     LINES: gl.constexpr = tiles.dq.shape[1]
     n = 0
     messages = 0
@@ -142,24 +144,25 @@ def adder(dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules):
         first = first_statistic(work, rules.BLOCK_M, rules) // rules.BLOCK_M
         tiles_of_head = heads.rows // rules.BLOCK_M
         for i in range(count * heads.group_size):
-            head = batch * heads.num_heads + work.head * heads.group_size + i // count
-            tile = tile_at(span, i % count)
-            place = head * tiles_of_head + first + tile
-            line = place * (2 * LINES)
-            rank = rank_of(work.tile, tile, band, rules)
-            if rank > 0:
-                wait_for_turn(turns_ptr + place, rank)
-            for group in gl.static_range(GROUPS):
-                mbarrier.wait(tiles.dq_full.index(group), n & 1)
-                if rank == 0:
-                    tma_store(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
-                else:
-                    tma_add(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
-            tma.store_wait(1)
-            mbarrier.arrive(tiles.dq_empty.index(0), count=1)
-            tma.store_wait(0)
-            mbarrier.arrive(tiles.dq_empty.index(1), count=1)
-            pass_turn(turns_ptr + place, rank)
+            if n % ADDERS == WARP:
+                head = batch * heads.num_heads + work.head * heads.group_size + i // count
+                tile = tile_at(span, i % count)
+                place = head * tiles_of_head + first + tile
+                line = place * (2 * LINES)
+                rank = rank_of(work.tile, tile, band, rules)
+                if rank > 0:
+                    wait_for_turn(turns_ptr + place, rank)
+                for group in gl.static_range(GROUPS):
+                    mbarrier.wait(tiles.dq_full.index(WARP * GROUPS + group), (n // ADDERS) & 1)
+                    if rank == 0:
+                        tma_store(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
+                    else:
+                        tma_add(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
+                tma.store_wait(1)
+                mbarrier.arrive(tiles.dq_empty.index(0), count=1)
+                tma.store_wait(0)
+                mbarrier.arrive(tiles.dq_empty.index(1), count=1)
+                pass_turn(turns_ptr + place, rank)
             n += 1
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
@@ -171,8 +174,8 @@ def adder(dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules):
 
 @jit
 def put_dq(share, tiles, GROUP: gl.constexpr, n):
-    """Hands a group's share of dQ, 64 x 64, to the adding warp: lines of LINE in the order of the registers, so that
-    no bank of shared memory is written twice."""
+    """Hands a group's share of dQ, 64 x 64, to an adding warp: lines of LINE in the order of the registers, so that no
+    bank of shared memory is written twice."""
     LINES: gl.constexpr = tiles.dq.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     x = gl.permute(gl.reshape(share, [4, 2, 8, share.shape[1] // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
@@ -180,7 +183,7 @@ def put_dq(share, tiles, GROUP: gl.constexpr, n):
     mbarrier.wait(tiles.dq_empty.index(GROUP), (n & 1) ^ 1)
     tiles.dq.index(GROUP).store(x)
     fence_async_shared()
-    mbarrier.arrive(tiles.dq_full.index(GROUP), count=1)
+    mbarrier.arrive(tiles.dq_full.index(n % ADDERS * GROUPS + GROUP), count=1)
 
 
 @jit
@@ -566,14 +569,15 @@ def joint_kernel(
         dout,
         gl.allocate_shared_memory(dtype, [BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
-        barriers(GROUPS),
+        barriers(ADDERS * GROUPS),
         barriers(GROUPS),
         box,
     )
     mbarrier.init(tiles.full.index(0), count=1)
     mbarrier.init(tiles.empty.index(0), count=GROUPS)
-    for i in gl.static_range(2):
+    for i in gl.static_range(ADDERS * GROUPS):
         mbarrier.init(tiles.dq_full.index(i), count=1)
+    for i in gl.static_range(2):
         mbarrier.init(tiles.dq_empty.index(i), count=1)
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=READERS)
@@ -589,8 +593,9 @@ def joint_kernel(
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (producer, (maps, (), tiles, schedule, heads, rules)),
-            (adder, (dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (adder, (0, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (adder, (1, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )

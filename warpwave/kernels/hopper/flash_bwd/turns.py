@@ -38,9 +38,13 @@ def wait_for_turn(count_ptr, rank):
 
 @jit
 def pass_turn(count_ptr, rank):
-    """Waits, in a role of one warp, until its copies have been added to memory, and lets the next block add."""
+    """Waits, in a role of one warp, until its copies have been stored or added, and lets the next block add.
+
+    The count is released although the copies are complete: with a relaxed store, dQ had other bits in one of 20 runs
+    (`2026-11-24-h200-turns.log`).
+    """
     gl.inline_asm_elementwise(
-        # One lane started the copies, and only it waits here for them.
+        # One lane started the copies, and only it waits for them.
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; "
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;",
         "=r,l,r", [_of_lanes(count_ptr.to(gl.int64)), _of_lanes(rank + 1)], dtype=gl.int32, is_pure=False, pack=1,
