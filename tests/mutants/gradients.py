@@ -193,18 +193,6 @@ OF_DROPOUT = [
         "dp = tl.where(kept, dp * dropout.scale, 0.0)", "dp = dp * dropout.scale",
         f"{BY_GATES}test_pairs_of_features", "dropout and bias", "FAIL B1 maximum of dbias",
     ),
-    Mutant(
-        "deterministic=True without effect", "kernels/hopper/flash_bwd/config.py",
-        "lambda problem: problem.deterministic or problem", "lambda problem: problem",
-        "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_takes_the_kernel_without_atomics", "True",
-        "dkv_kernel",
-    ),
-    Mutant(
-        "deterministic=False without effect", "options.py",
-        "if self.deterministic is None else self.deterministic", "if not self.deterministic else True",
-        "../kernels/hopper/test_flash_bwd_host.py::test_deterministic_mode_takes_the_kernel_without_atomics", "False",
-        "joint_kernel",
-    ),
 ]  # fmt: skip
 
 # Of Hopper's gradients, whose source runs on a CPU as well. Roles agree about the tiles in all of them: see HOPPER.
@@ -375,7 +363,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: one loop leaves the last cut tile without its mask",
-        "kernels/hopper/flash_bwd/joint.py", "GROUP, i < cut, rules_of_head", "GROUP, i + 1 < cut, rules_of_head",
+        "kernels/hopper/flash_bwd/joint.py", "cut = is_cut(span, i)", "cut = is_cut(span, i) & (i + 1 < steps)",
         BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
     ),
     Mutant(

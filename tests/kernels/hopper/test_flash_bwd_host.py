@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from warpwave.problem import AttentionProblem
 
 __all__ = ["card", "device", "known", "pytestmark"]  # fixtures
 BACKWARD = ["statistics_kernel", "joint_kernel", "finish_dq_kernel"]  # in the order in which they are compiled
+APART = ["statistics_kernel", "dkv_kernel", "dq_kernel"]
 
 
 def compiled(card: Card) -> list[str]:
@@ -97,63 +97,11 @@ def test_a_config_checks_itself(fields: tuple[int, int, bool], text: str) -> Non
         kernel.Config(*fields)
 
 
-REPEATABLE = ["statistics_kernel", "dkv_kernel", "dq_kernel"]
-
-
-@pytest.fixture
-def in_deterministic_mode() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("in_deterministic_mode")
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_deterministic_mode_takes_the_kernel_without_atomics(card: Card, asked: bool | None) -> None:
+def test_gradients_that_must_repeat_take_the_same_launches(card: Card, asked: bool | None) -> None:
     q, k, v = inputs()
     torch.autograd.grad(warpwave.attention(q, k, v, deterministic=asked).sum(), (q, k, v))
-    assert compiled(card)[1:] == (BACKWARD if asked is False else REPEATABLE)
-
-
-@pytest.mark.parametrize("asked", [None, True, False])
-def test_the_argument_takes_the_kernel_without_atomics(card: Card, asked: bool | None) -> None:
-    q, k, v = inputs()
-    for _ in range(2):
-        torch.autograd.grad(warpwave.attention(q, k, v, deterministic=asked).sum(), (q, k, v))
-    assert compiled(card)[1:] == (REPEATABLE if asked else BACKWARD)
-
-
-def test_packed_sequences_take_the_argument_as_well(card: Card) -> None:
-    q, k, v = (torch.randn(2048, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    ends = torch.tensor([0, 2048], dtype=torch.int32)
-    for asked in (False, True):
-        out = warpwave.attention_varlen(
-            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=2048, max_seqlen_k=2048,
-            deterministic=asked,
-        )  # fmt: skip
-        torch.autograd.grad(out.sum(), (q, k, v))
-    assert compiled(card)[1:] == [*BACKWARD, *REPEATABLE]
-
-
-def test_without_the_argument_torchs_mode_is_read_when_gradients_are_computed(card: Card) -> None:
-    """So one graph may be walked in both modes; what the call said itself stands."""
-    q, k, v = inputs()
-    outs = [warpwave.attention(q, k, v, deterministic=asked) for asked in (None, False)]
-    try:
-        torch.use_deterministic_algorithms(True)
-        for out in outs:
-            torch.autograd.grad(out.sum(), (q, k, v))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert compiled(card)[1:] == [*REPEATABLE, *BACKWARD]
-
-
-def test_the_operator_takes_the_argument_as_well(card: Card) -> None:
-    """A call that a mode sees goes through the operator, and so does its backward."""
-    q, k, v = inputs()
-    with CountingMode():
-        torch.autograd.grad(warpwave.attention(q, k, v, deterministic=True).sum(), (q, k, v))
-    assert compiled(card)[1:] == REPEATABLE
+    assert compiled(card)[1:] == BACKWARD
 
 
 def test_dropout_takes_the_same_kernels(card: Card) -> None:
@@ -187,26 +135,26 @@ def test_layouts_that_hooks_bring_back_are_bound_anew(card: Card) -> None:
 
 @pytest.mark.parametrize("keys", [256, 249], ids=["whole", "odd"])
 @pytest.mark.parametrize("shape", [(2, 4), (1, 4), (1, 1)], ids=str)
-def test_a_bias_takes_the_kernel_without_atomics(card: Card, shape: tuple[int, int], keys: int) -> None:
+def test_a_bias_takes_launches_apart(card: Card, shape: tuple[int, int], keys: int) -> None:
     """Its gradient is contiguous, also where rows of dS are padded to whole vectors."""
     q, k, v = inputs(256)
     k, v = (t.detach()[:, :keys].contiguous().requires_grad_() for t in (k, v))
     bias = torch.randn(*shape, 256, keys).requires_grad_()
     *_, dbias = torch.autograd.grad(warpwave.attention(q, k, v, bias=bias).sum(), (q, k, v, bias))
     assert dbias.shape == bias.shape and dbias.dtype == bias.dtype and dbias.is_contiguous()
-    assert compiled(card)[-4:] == ["bias_seen_kernel", *REPEATABLE]
+    assert compiled(card)[-4:] == ["bias_seen_kernel", *APART]
     torch.autograd.grad(warpwave.attention(q, k, v, bias=bias.detach()).sum(), (q, k, v))
     writes = [spec.constants["WRITE_DBIAS"] for spec in card.compiled if spec.kernel.__name__ == "dq_kernel"]
     assert writes == [True, False], "dS is written only where it is wanted"
 
 
-def test_gradients_of_slopes_take_the_kernel_without_atomics(card: Card) -> None:
+def test_gradients_of_slopes_take_launches_apart(card: Card) -> None:
     q, k, v = inputs()
     slopes = torch.rand(4).requires_grad_()
     torch.autograd.grad(warpwave.attention(q, k, v, alibi_slopes=slopes.detach()).sum(), (q, k, v))
     assert compiled(card)[1:] == BACKWARD
     (dslopes,) = torch.autograd.grad(warpwave.attention(q, k, v, alibi_slopes=slopes).sum(), (slopes,))
-    assert dslopes.shape == slopes.shape and compiled(card)[4:] == REPEATABLE
+    assert dslopes.shape == slopes.shape and compiled(card)[4:] == APART
 
 
 def test_every_head_size_has_room_for_a_bias() -> None:
