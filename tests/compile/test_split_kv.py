@@ -12,6 +12,8 @@ import pytest
 from tests.compile.test_targets import TARGETS, compile_all, family, matrix_instructions
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import reasons
+from warpwave.kernels.split_kv.config import Config, one_step, smem_bytes, smem_of_one_step
+from warpwave.problem import AttentionProblem
 
 CASES: dict[str, dict[str, Any]] = {
     "decode": {},
@@ -163,6 +165,25 @@ def test_tensor_maps_bring_keys() -> None:
         assert facts["smem_bytes"] <= facts["smem_bound"] and matrix_instructions(facts["instructions"], arch) > 0
     for name, facts in zip(unserved, found[len(mapped) :], strict=True):
         assert "UTMALDG" not in facts["instructions"], name
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90", "gfx942"])
+def test_queries_that_come_beside_keys_fit_shared_memory(arch: str) -> None:
+    """Where each split has one tile of keys, Q has as many buffers as the keys, if these fit."""
+    sizes, found = {"seqlen_q": 64, "seqlen_k": 64, "num_heads_kv": 8}, set()
+    config = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_splits": 2}
+    jobs = [
+        a_job | {"problem": a_job["problem"] | sizes | {"head_dim": width, "head_dim_v": width}}
+        for width in (64, 128, 256)
+        for a_job in (job(arch, "decode", **config, num_stages=stages) for stages in (2, 4))
+    ]
+    for a_job, facts in zip(jobs, compile_all(jobs), strict=True):
+        given = AttentionProblem(**a_job["problem"]), Gpu.for_arch(arch), Config(**a_job["config"])
+        is_beside = one_step(*given)
+        found.add(is_beside)
+        assert facts["smem_bytes"] <= (smem_of_one_step if is_beside else smem_bytes)(*given)
+        assert not is_beside or facts["smem_bytes"] <= facts["smem_limit"]
+    assert found == {True, False}
 
 
 def compile_features(arch: str, names: tuple[str, ...]) -> None:

@@ -254,9 +254,9 @@ def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
         ({"page_size": 16}, True),
         ({"dtype": "float32"}, False),
     ):
-        assert one_step(replace(DECODE, **{"seqlen_k": 1024} | change), config) == one
+        assert one_step(replace(DECODE, **{"seqlen_k": 1024} | change), H200, config) == one
     for other in (replace(config, num_stages=1), replace(config, pieces=16)):
-        assert not one_step(replace(DECODE, seqlen_k=1024), other)
+        assert not one_step(replace(DECODE, seqlen_k=1024), H200, other)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     if config.roles or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
         return config
     steps = -(-longest_steps(problem, config) // config.num_splits)
-    if not (one_step(problem, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)):
+    if not (
+        one_step(problem, gpu, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
+    ):
         return config
     shallow = changed(config, num_stages=2)
     return shallow if with_splits(problem, gpu, shallow) == shallow else config
@@ -366,7 +368,7 @@ def _is_short_cache(c: Call) -> bool:
     """Returns whether all blocks run at once with one step of 32 keys each."""
     if not c.kind.may_be_short or c.config.roles or c.tiles * -(-c.seqlen_k // 32) > 2 * c.sms:
         return False
-    return one_step(c.problem, with_splits(c.problem, c.gpu, _of_32_keys(c.config, c)))
+    return one_step(c.problem, c.gpu, with_splits(c.problem, c.gpu, _of_32_keys(c.config, c)))
 
 
 # One step for all keys of a split.

@@ -66,7 +66,8 @@ class Config:
 
 @by_kind
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
+    """Returns an upper bound on the shared memory of one block that loads Q before its keys; tests compare it with what
+    every target compiles to."""
     if config.roles:
         return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
@@ -105,10 +106,20 @@ def num_parts(config: Config) -> int:
     return config.pieces or config.num_splits
 
 
-def one_step(problem: AttentionProblem, config: Config) -> bool:
-    """Returns whether a split has at most one tile of keys, so that Q can be loaded together with it, once."""
+def one_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+    """Returns whether a split has at most one tile of keys, so that Q can be loaded together with it, once; and whether
+    Q then fits shared memory."""
     alone = config.pieces == 0 and not config.roles and problem.dtype != "float32"
-    return alone and config.num_stages > 1 and -(-problem.seqlen_k // config.block_n) <= config.num_splits
+    if not alone or config.num_stages == 1 or -(-problem.seqlen_k // config.block_n) > config.num_splits:
+        return False
+    return smem_of_one_step(problem, gpu, config) <= gpu.smem_per_block_bytes
+
+
+def smem_of_one_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
+    """Returns an upper bound on the shared memory of one block that loads Q with its keys, in the loop: Triton gives it
+    as many buffers as the keys."""
+    q = DTYPE_BYTES[problem.dtype] * config.block_m * tile_widths(problem, gpu, config.block_m)[0]
+    return smem_bytes(problem, gpu, config) + (config.num_stages - 1) * q
 
 
 def steps_over_keys(problem: AttentionProblem, config: Config) -> Walk:

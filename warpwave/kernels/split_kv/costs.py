@@ -14,7 +14,9 @@ from warpwave.kernels.split_kv.config import (
     Config,
     may_map,
     num_parts,
+    one_step,
     smem_bytes,
+    smem_of_one_step,
     steps_over_keys,
     tiles,
 )
@@ -41,7 +43,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         exponentials=scores,
         read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
         write_bytes=scratch if parts > 1 else outputs,
-        smem_bytes=smem_bytes(problem, gpu, config),
+        smem_bytes=(smem_of_one_step if one_step(problem, gpu, config) else smem_bytes)(problem, gpu, config),
         workspace_bytes=scratch,
         steps=steps,
         longest=-(-longest // config.num_splits),

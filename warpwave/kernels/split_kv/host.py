@@ -104,18 +104,18 @@ class Binder:
         """Binds as `bind` does."""
         # The number of splits is a run-time argument, but these results of it are compiled in. Whether a launch with
         # roles can run also depends on the number of queries.
-        parts = num_parts(config)
+        gpu, parts = current_gpu(operands.q.device), num_parts(config)
         merging = None if parts == 1 else partials.loads(problem, parts)
         alike = changed(config, num_splits=1)
         equal = operands.k.stride() == operands.v.stride()  # compiled in
-        key = (alike, merging, one_step(problem, config), config.roles and problem.seqlen_q, equal)
+        key = (alike, merging, one_step(problem, gpu, config), config.roles and problem.seqlen_q, equal)
         known = self._known.get(key)
         if known is not None and _has_regular_strides(operands, known.unit):
             attend = _attending(problem, operands, config, known)
             beside = known.beside.get((operands.q.shape, parts)) or _beside(problem, operands.q, parts, known)
             if attend is not None and beside is not None:
                 return _running(attend, *beside)
-        straight, gpu = straightener(operands), current_gpu(operands.q.device)
+        straight = straightener(operands)
         first = straight(operands)
         served = _served(problem, gpu, first, config)
         is_as_asked, config = served is config, served
@@ -422,7 +422,7 @@ def _constants(
         "IS_NVIDIA": gpu.vendor == "nvidia",
         "LAUNCHED_AHEAD": is_launched_ahead(gpu, config),
         "BY_MAP": by_map,
-        "ONE_STEP": one_step(problem, config),
+        "ONE_STEP": one_step(problem, gpu, config),
         "FACTORS": problem.kv_factors or "",
         "FLOAT8": problem.dtype_kv == "float8_e4m3fn",
         # With 64 rows, products on sm_90 and sm_100 read shared memory. Elsewhere operands come from registers, but
