@@ -67,4 +67,6 @@ def test_it_compiles_within_its_limits(dims: tuple[int, int], features: str) -> 
             # ptxas that lacks registers waits for each product before the next, with two such instructions each.
             assert instructions["WARPGROUP"] < instructions["HGMMA"], f"{name}: products one after another"
             if name == "joint_kernel":
-                assert instructions["UTMAREDG"] == 2, "each group's share of dQ is added by the copy engine"
+                assert instructions["UTMAREDG"] == 4, "two warps add both groups' shares of dQ"
+            if name != "dq_kernel":
+                assert instructions["ATOMG"] == 2, "a draw and the reset; of draws at two places, ptxas diverges a warp"
