@@ -263,12 +263,13 @@ def test_batch_invariance(reader: str, dtype: str, packed: bool) -> None:
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("by_map", [False, True])
+@pytest.mark.parametrize(("dtype", "by_map"), [("float16", False), ("float16", True), ("float32:ieee", False)])
 @pytest.mark.parametrize("window", [(-1, -1), (75, 0)])
-def test_bits_of_pieces_do_not_depend_on_shares(window: tuple[int, int], by_map: bool) -> None:
-    """Sequences of fewer tiles than pieces, of as many, and of more; a tile of rows that sees a part of them."""
+def test_bits_of_pieces_do_not_depend_on_shares(window: tuple[int, int], dtype: str, by_map: bool) -> None:
+    """Sequences of fewer tiles than pieces, of as many, and of more; a tile of rows that sees a part of them. Rounding
+    to 16 bits would hide most differences."""
     lengths = ((3, 127), (3, 0), (3, 33), (3, 160))
-    case = PagedCase(32, heads=(2, 1), lengths=lengths, window=window, sinks=True, max_seqlen_k=160)
+    case = PagedCase(32, heads=(2, 1), lengths=lengths, window=window, sinks=True, max_seqlen_k=160, dtype=dtype)
     call = paged.build(case, "normal", DEVICE)
     config = replace(TILE, pieces=5, by_map=by_map)
     out, lse = paged.run("split_kv", call, config=config)

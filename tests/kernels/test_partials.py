@@ -25,7 +25,9 @@ def test_parts_become_one(num_parts: int, head_dim_v: int, batch_invariant: bool
     g = torch.Generator(DEVICE).manual_seed(num_parts)
     acc, state = partials.allocate(problem, num_parts, DEVICE)
     acc.normal_(generator=g)
-    state[:, 0] = 40 * torch.randn(num_parts, 3, 2, generator=g, device=DEVICE)
+    # In one head a few parts have all the weight, in the other every part has some.
+    spread = torch.tensor([40.0, 1.0], device=DEVICE)
+    state[:, 0] = spread * torch.randn(num_parts, 3, 2, generator=g, device=DEVICE)
     state[:, 1] = torch.rand(num_parts, 3, 2, generator=g, device=DEVICE) + 0.5
     nothing = torch.rand(num_parts, 3, 2, generator=g, device=DEVICE) < 0.3
     nothing[:, 2, 1] = True  # a row that no part saw
