@@ -115,6 +115,7 @@ def one_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     return smem_of_one_step(problem, gpu, config) <= gpu.smem_per_block_bytes
 
 
+@by_kind
 def smem_of_one_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block that loads Q with its keys, in the loop: Triton gives it
     as many buffers as the keys."""
