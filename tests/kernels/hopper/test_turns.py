@@ -1,0 +1,56 @@
+"""The order in which blocks of keys add to dQ, over drawn bands: the device functions themselves, run on the CPU."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace as Fields
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.hopper import gluon_on_cpu
+from warpwave.runtime.triton_or_stub import NO_TRITON
+
+pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+
+
+def drawn(rng: random.Random) -> tuple[Any, Any]:
+    """The lengths of a sequence, and rules with a window, an alignment, and tiles that may begin early."""
+    has_low, has_high = rng.random() < 0.5, rng.random() < 0.5
+    left = rng.choice((0, 1, 13, 64, 127, 128, 300)) if has_low else 2**30
+    right = rng.choice((0, 0, 1, 5, 70)) if has_high else 2**30
+    block_m = rng.choice((64, 128))
+    rules = Fields(
+        BLOCK_M=block_m, BLOCK_N=128, HAS_LOW=has_low, HAS_HIGH=has_high, TOP_LEFT=has_high and rng.random() < 0.4,
+        IS_VARLEN=rng.random() < 0.5, HAS_MASK=False, BIAS="", window_left=torch.tensor(left),
+        window_right=torch.tensor(right), dropout=Fields() if rng.random() < 0.3 else (),
+    )  # fmt: skip
+    lengths = rng.choice((1, 3, 60, 64, 65, 127, 200, 333)), rng.choice((1, 2, 63, 128, 129, 200, 400, 513))
+    return Fields(seqlen_q=torch.tensor(lengths[0]), seqlen_k=torch.tensor(lengths[1])), rules
+
+
+def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order() -> None:
+    """And each tile whose sums are read has a first block, which stores them."""
+    from warpwave.kernels.hopper import parts, scheduler, words
+    from warpwave.kernels.hopper.flash_bwd import band, turns
+
+    modules = {module.__name__: module for module in (band, parts, scheduler, turns, words)}
+    functions = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(0, 1))
+    bands, ranks = functions[band.__name__], functions[turns.__name__]
+    rng, tiles_seen = random.Random(5), 0
+    for _ in range(800):
+        work, rules = drawn(rng)
+        own = bands.band_of(work, rules)
+        found: dict[int, list[int]] = {}
+        for block in range(-(-max(0, int(own.k_end - own.k_begin)) // rules.BLOCK_N)):
+            span = bands.query_span(own, own.k_begin + block * rules.BLOCK_N, rules)
+            walked = [int(bands.tile_at(span, i)) for i in range(int(span.end - span.begin))]
+            assert walked == sorted(walked, reverse=True), "a block waits where another one waits for it"
+            for tile in walked:
+                found.setdefault(tile, []).append(int(ranks.rank_of(block, torch.tensor(tile), own, rules)))
+        assert all(turn == list(range(len(turn))) for turn in found.values()), (work, rules, found)
+        tiles = -(-max(0, int(own.q_end - own.q_begin)) // rules.BLOCK_M)
+        assert tiles == 0 or sorted(found) == list(range(tiles)), (work, rules, found)
+        tiles_seen += len(found)
+    assert tiles_seen > 800
