@@ -11,7 +11,8 @@ Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     steps     forward and backward of grouped heads; the host's time of a small step; peak memory
 
 Everything goes through the public calls and torch.autograd. Rounds are interleaved; a ratio is the median over rounds
-of the best peer's time over ours. FlashAttention-4 takes part if `flash_attn.cute` can be imported.
+of the best peer's time over ours. `deterministic` is ours with the same bits in every run. FlashAttention-4 takes part
+if `flash_attn.cute` can be imported.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-OURS = "warpwave"
+OURS = ("warpwave", "deterministic")
 BIASES = ("bias", "trained bias")
 SHAPES = ((16, 1024), (4, 4096), (1, 16384))
 DRAWN = 40
@@ -145,10 +146,11 @@ def inputs(row: Row) -> Inputs:
     return Inputs(tuple(t.requires_grad_() for t in leaves), dout, offsets, beside)
 
 
-def ours(row: Row, given: Inputs) -> Callable[[], torch.Tensor]:
+def ours(row: Row, given: Inputs, deterministic: bool = False) -> Callable[[], torch.Tensor]:
     """Returns our forward."""
     q, k, v = given.leaves[:3]
     options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap, "precision": row.precision}
+    options["deterministic"] = deterministic
     if row.window >= 0:
         options["window_size"] = (row.window, 0 if row.causal else row.window)
     if given.offsets is not None:
@@ -248,8 +250,9 @@ def paired(steps: dict[str, Step], rounds: int, budget_ms: float = 8.0) -> dict[
 def measured(row: Row, made: Callable[..., Step], rounds: int) -> dict[str, Any]:
     """Returns one row of the record."""
     given = inputs(row)
-    steps = {OURS: made(ours(row, given), given)}
-    expected, errors, refused = steps[OURS](), {}, {}
+    steps = {"warpwave": made(ours(row, given), given)}
+    steps["deterministic"] = made(ours(row, given, deterministic=True), given)
+    expected, errors, refused = steps["warpwave"](), {}, {}
     for name, forward in peers(row, given):
         try:
             step = made(forward, given)
@@ -262,11 +265,11 @@ def measured(row: Row, made: Callable[..., Step], rounds: int) -> dict[str, Any]
         steps.pop("efficient", None)  # it is here for what the others refuse
     times = paired(steps, rounds)
     median = {n: statistics.median(t) for n, t in times.items()}
-    of_peers = [n for n in median if n != OURS]
+    of_peers = [n for n in median if n not in OURS]
     ratio = {}
     if of_peers:
         best = min(of_peers, key=lambda n: median[n])
-        ratio = {OURS: statistics.median(b / t for b, t in zip(times[best], times[OURS], strict=True))}
+        ratio = {n: statistics.median(b / t for b, t in zip(times[best], times[n], strict=True)) for n in OURS}
     tflops = {n: row.flops() * (1.0 if made is backward else 1.4) / t / 1e9 for n, t in median.items()}
     shown = {n: round(x, 3) for n, x in ratio.items()}
     print(row.name, {n: round(x) for n, x in tflops.items()}, shown, flush=True)
@@ -338,8 +341,10 @@ def whole_steps(rounds: int) -> list[dict[str, Any]]:
     for row in (Row(128, 1, 8192, causal=True, heads=32, kv_heads=8), Row(128, 1, 128, causal=True)):
         record = measured(row, both, rounds)
         given = inputs(row)
-        forwards = {OURS: ours(row, given), **dict(peers(row, given))}
+        forwards = {"warpwave": ours(row, given), **dict(peers(row, given))}
         for name in record["ms"]:
+            if name == "deterministic":
+                continue
             step = both(forwards[name], given)
             step()
             torch.cuda.synchronize()
@@ -382,7 +387,7 @@ def main() -> None:
             made = both if name == "both" else backward
             record[name] = [measured(row, made, asked.rounds) for row in groups[name]]
         ratios = [r["ratio"] for r in record[name] if r["ratio"]]
-        mean = {OURS: statistics.geometric_mean([r[OURS] for r in ratios])}
+        mean = {n: statistics.geometric_mean([r[n] for r in ratios]) for n in OURS}
         record[f"geometric_mean_of_{name}"] = mean
         print(f"{name}: best peer's time over ours, geometric mean", {n: round(x, 3) for n, x in mean.items()})
         asked.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -101,9 +101,8 @@ def attention(
         dropout_seed: int64, (2,), on the device of q: a seed and an offset, which determine what is dropped
             (docs/guide/dropout.md). Drawn from torch's default generator of the device if None. Ignored if dropout_p
             is 0.
-        deterministic: True for gradients that must have the same bits in every run; None for what
-            `torch.are_deterministic_algorithms_enabled()` returns when they are computed. Gradients of all kernels have
-            the same bits in every run, so that no value changes the kernel.
+        deterministic: True for gradients with the same bits in every run; False for the fastest gradients; None for
+            what `torch.are_deterministic_algorithms_enabled()` returns when the gradients are computed.
         q_descale, k_descale, v_descale: float32, positive; the factors of quantized tensors (docs/guide/quantized.md):
             the call uses `q * q_descale`, `k * k_descale` and `v * v_descale`. q and k may be float8_e4m3fn or
             float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,), (batch,
@@ -136,8 +135,8 @@ def attention(
 
     Note:
         Scores, softmax and sums are float32; with 16-bit inputs the unnormalized probabilities are rounded to the
-        inputs' dtype before the second product. Results and gradients are repeatable bit for bit. First derivatives
-        of out and lse exist with respect to q, k, v, bias, alibi_slopes and sinks, in reverse mode: `backward`,
+        inputs' dtype before the second product. Forward results are repeatable bit for bit. First derivatives of out
+        and lse exist with respect to q, k, v, bias, alibi_slopes and sinks, in reverse mode: `backward`,
         `torch.func.grad`, `vjp` and `jacrev`. With dropout, the same probabilities are dropped in forward and backward.
         Dao, "FlashAttention-2" (2023); Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conformance import cases
-from tests.conformance.cases import PLAIN, Case
+from tests.conformance.cases import PLAIN, Call, Case
 from tests.conformance.gates import backward_references, judge_backward
 from tests.conformance.harness import DEVICE, bits
 from tests.conformance.test_gpu import busy_gpu
@@ -33,11 +33,19 @@ each_case = pytest.mark.parametrize("case", [replace(c, dtype="bfloat16") for c 
 REPEATS = 3000  # see a one-in-a-thousand race with 95 % certainty
 
 
+def deterministic(call: Call, wanted: bool) -> Call:
+    """The same call, whose gradients have the same bits in every run, or need not."""
+    problem = replace(call.problem, deterministic=wanted)
+    return call._replace(problem=problem, options=call.options | {"deterministic": wanted})
+
+
 @each_kernel
 @each_case
-def test_repeats_under_load(case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
-    """Gradients have the same bits each time. A slow kernel gets what half a minute holds."""
-    call = cases.build(case, "normal", DEVICE)
+@pytest.mark.parametrize("same_bits", [False, True])
+def test_repeats_under_load(same_bits: bool, case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
+    """Deterministic gradients have the same bits each time. Others differ from the first, which is within the gates, by
+    roundings. A slow kernel gets what half a minute holds."""
+    call = deterministic(cases.build(case, "normal", DEVICE), same_bits)
     if refuses(kernel, call, request):
         return
     dout, dlse = upstream(call)
@@ -59,7 +67,8 @@ def test_repeats_under_load(case: Case, kernel: str, request: pytest.FixtureRequ
                         worst[i] = torch.maximum(worst[i], off.nan_to_num(torch.inf))
             torch.cuda.synchronize()
             repeats += 100
-    assert worst.max().item() == 0, (dict(zip(NAMES, worst.tolist(), strict=True)), repeats)
+    largest = 0.0 if same_bits else 0.01
+    assert worst.max().item() <= largest, (dict(zip(NAMES, worst.tolist(), strict=True)), repeats)
     last = judge_backward(call.problem, references, differentiate(kernel, call, dout, dlse))
     assert last.passed, str(last)
 
@@ -74,7 +83,7 @@ FAR = replace(PLAIN, dtype="bfloat16", lengths=(33, 40), heads=(4, 2), batch=2, 
 def test_far_tensors(name: str, dims: tuple[int, int], kernel: str, request: pytest.FixtureRequest) -> None:
     """Every tensor with its last index of each axis past 2^31 elements: a view of one large buffer."""
     features: dict[str, Any] = {name: "full"} if name in ("mask", "bias") else {}
-    call = cases.build(replace(FAR, dims=dims, **features), "normal", DEVICE)
+    call = deterministic(cases.build(replace(FAR, dims=dims, **features), "normal", DEVICE), True)
     if refuses(kernel, call, request):
         return
     dout, dlse = upstream(call)
@@ -111,7 +120,7 @@ def close(found: Gradients, expected: Gradients) -> bool:
 @each_case
 def test_waits_for_the_stream_it_is_called_on(case: Case, kernel: str, request: pytest.FixtureRequest) -> None:
     """Upstream gradients that arrive late on a side stream, behind a long sleep, are seen."""
-    call = cases.build(case, "normal", DEVICE)
+    call = deterministic(cases.build(case, "normal", DEVICE), True)
     if refuses(kernel, call, request):
         return
     dout, dlse = upstream(call)

@@ -193,6 +193,23 @@ OF_DROPOUT = [
         "dp = tl.where(kept, dp * dropout.scale, 0.0)", "dp = dp * dropout.scale",
         f"{BY_GATES}test_pairs_of_features", "dropout and bias", "FAIL B1 maximum of dbias",
     ),
+    Mutant(
+        "deterministic=True without effect", "kernels/hopper/flash_bwd/joint_launch.py",
+        '"IS_DETERMINISTIC": problem.deterministic', '"IS_DETERMINISTIC": False',
+        "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_orders_sums", "True", "[False]",
+    ),
+    Mutant(
+        "deterministic=False without effect", "options.py",
+        "if self.deterministic is None else self.deterministic", "if not self.deterministic else True",
+        "../kernels/hopper/test_flash_bwd_host.py::test_deterministic_mode_orders_sums_unless_the_argument_refuses",
+        "False", "[True]",
+    ),
+    Mutant(
+        "sums in any order: a block does not wait for the one that stores", "kernels/hopper/flash_bwd/turns.py",
+        "rank = gl.minimum(rank, 1)", "rank = gl.minimum(rank, 0)",
+        "../kernels/hopper/test_turns.py::test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order",
+        "False", "assert [0, 0",
+    ),
 ]  # fmt: skip
 
 # Of Hopper's gradients, whose source runs on a CPU as well. Roles agree about the tiles in all of them: see HOPPER.

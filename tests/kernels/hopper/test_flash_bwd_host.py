@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -97,11 +98,65 @@ def test_a_config_checks_itself(fields: tuple[int, int, bool], text: str) -> Non
         kernel.Config(*fields)
 
 
+def orders(card: Card) -> list[bool]:
+    """Whether the sums of dQ have an order, in each compiled launch that adds to them."""
+    return [s.constants["IS_DETERMINISTIC"] for s in card.compiled if s.kernel.__name__ == "joint_kernel"]
+
+
+@pytest.fixture
+def in_deterministic_mode() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("in_deterministic_mode")
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_gradients_that_must_repeat_take_the_same_launches(card: Card, asked: bool | None) -> None:
+def test_deterministic_mode_orders_sums_unless_the_argument_refuses(card: Card, asked: bool | None) -> None:
     q, k, v = inputs()
     torch.autograd.grad(warpwave.attention(q, k, v, deterministic=asked).sum(), (q, k, v))
-    assert compiled(card)[1:] == BACKWARD
+    assert compiled(card)[1:] == BACKWARD and orders(card) == [asked is not False]
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_the_argument_orders_sums(card: Card, asked: bool | None) -> None:
+    q, k, v = inputs()
+    for _ in range(2):
+        torch.autograd.grad(warpwave.attention(q, k, v, deterministic=asked).sum(), (q, k, v))
+    assert compiled(card)[1:] == BACKWARD and orders(card) == [asked is True]
+
+
+def test_packed_sequences_take_the_argument_as_well(card: Card) -> None:
+    q, k, v = (torch.randn(2048, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    ends = torch.tensor([0, 2048], dtype=torch.int32)
+    for asked in (False, True):
+        out = warpwave.attention_varlen(
+            q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=2048, max_seqlen_k=2048,
+            deterministic=asked,
+        )  # fmt: skip
+        torch.autograd.grad(out.sum(), (q, k, v))
+    assert orders(card) == [False, True]
+
+
+def test_without_the_argument_torchs_mode_is_read_when_gradients_are_computed(card: Card) -> None:
+    """So one graph may be walked in both modes; the argument of a call takes precedence."""
+    q, k, v = inputs()
+    outs = [warpwave.attention(q, k, v, deterministic=asked) for asked in (None, False)]
+    try:
+        torch.use_deterministic_algorithms(True)
+        for out in outs:
+            torch.autograd.grad(out.sum(), (q, k, v))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert orders(card) == [True, False]
+
+
+def test_the_operator_takes_the_argument_as_well(card: Card) -> None:
+    """A call that a mode sees goes through the operator, and so does its backward."""
+    q, k, v = inputs()
+    with CountingMode():
+        torch.autograd.grad(warpwave.attention(q, k, v, deterministic=True).sum(), (q, k, v))
+    assert orders(card) == [True]
 
 
 def test_dropout_takes_the_same_kernels(card: Card) -> None:

@@ -30,14 +30,15 @@ pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is publish
 
 
 def on_cpu(
-    call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None, more: bool = False
-) -> Gradients:
+    call: Call, dout: Tensor, dlse: Tensor | None, config: int, exact: Forward | None = None, more: bool = False,
+    deterministic: bool = True,
+) -> Gradients:  # fmt: skip
     """The gradients by the launches' own source, from out and lse of the reference, or from others. With `more`, those
     of bias and slopes as well."""
     from warpwave.kernels.hopper import parts, rows, scheduler, words
     from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps, turns
 
-    problem = replace(call.problem, return_lse=True)
+    problem = replace(call.problem, return_lse=True, deterministic=deterministic)
     exact = exact or oracle(problem, call.operands)
     out, lse = exact.out.to(call.operands.q.dtype), exact.lse.float()
     of = flash_bwd.configs(problem, H200)[config]
@@ -139,6 +140,17 @@ def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int
     references = backward_references(call.problem, call.operands, dout, dlse)
     verdict = judge_backward(call.problem, references, on_cpu(call, dout, dlse, config))
     assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("features", ["full", "window wider than a block", "packed"])
+def test_sums_in_any_order_are_those_in_order(features: str, dims: tuple[int, int]) -> None:
+    """Here programs run one after another, so that the sums of both have one order, and the same bits."""
+    call = cases.build(replace(SHORT, dims=dims, **CALLS[features]), "normal", CPU)
+    shape = *call.operands.q.shape[:-1], dims[1]
+    dout = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(call.operands.q.dtype)
+    one, other = (on_cpu(call, dout, None, 0, deterministic=wanted) for wanted in (False, True))
+    assert harness.bits(*one[:3]) == harness.bits(*other[:3])
 
 
 @pytest.mark.parametrize(("dims", "config"), [((64, 64), 0), ((128, 128), 0), ((40, 64), 1), ((192, 128), 0)], ids=str)

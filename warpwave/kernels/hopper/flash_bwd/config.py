@@ -26,8 +26,8 @@ class Config:
         num_stages: tiles of Q and of dO in flight: at least 1; at least 2 in separate launches, where a step waits for
             the next tile before it releases its own.
         is_joint: whether one launch computes dQ, dK and dV, with five products per tile, and adds to dQ in memory
-            (turns.py). Otherwise one launch computes dK and dV and another dQ: seven products. Both repeat bit for
-            bit.
+            (turns.py). Otherwise one launch computes dK and dV and another dQ: seven products, and nothing is added
+            in memory.
     """
 
     block_m: int

@@ -6,8 +6,8 @@ read them. Scores are computed transposed, keys by queries, so that P and dS are
     S^T = K Q^T,  dP^T = V dO^T;   P^T = exp(S^T - lse),  dS^T = P^T (dP^T - delta);   dV += P^T dO,  dK += dS^T Q
 
 dQ needs the keys of both groups: dS goes through shared memory, each group multiplies its share of dQ, and a warp adds
-it to float32 sums in memory by TMA, when it is the block's turn (turns.py). A sum lies in memory in the order in which
-wgmma holds it in registers (rows.py undoes that).
+it to float32 sums in memory by TMA (turns.py). A sum lies in memory in the order in which wgmma holds it in registers
+(rows.py undoes that).
 
 Shah et al., "FlashAttention-3" (2024), appendix B.1; Dao, "FlashAttention-2" (2023), algorithm 2.
 
@@ -48,7 +48,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_queries_before,
     zero_tail,
 )
-from warpwave.kernels.hopper.flash_bwd.turns import pass_turn, rank_of, wait_for_turn
+from warpwave.kernels.hopper.flash_bwd.turns import Turns, pass_turn, rank_of, wait_for_turn
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -126,8 +126,8 @@ class Tiles:
 
 
 @jit
-def adder(WARP: gl.constexpr, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules):
-    """Adds each group's share of dQ to the sums in memory, in turn: of every ADDERS-th tile, from the WARP-th on."""
+def adder(WARP: gl.constexpr, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules):
+    """Adds each group's share of dQ to the sums in memory: of every ADDERS-th tile, from the WARP-th on."""
     LINES: gl.constexpr = tiles.dq.shape[1]
     n = 0
     messages = 0
@@ -149,9 +149,9 @@ def adder(WARP: gl.constexpr, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, head
                 tile = tile_at(span, i % count)
                 place = head * tiles_of_head + first + tile
                 line = place * (2 * LINES)
-                rank = rank_of(work.tile, tile, band, rules)
+                rank = rank_of(turns, work.tile, tile, band, rules)
                 if rank > 0:
-                    wait_for_turn(turns_ptr + place, rank)
+                    wait_for_turn(turns.counts_ptr + place, rank)
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(tiles.dq_full.index(WARP * GROUPS + group), (n // ADDERS) & 1)
                     if rank == 0:
@@ -162,7 +162,8 @@ def adder(WARP: gl.constexpr, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, head
                 mbarrier.arrive(tiles.dq_empty.index(0), count=1)
                 tma.store_wait(0)
                 mbarrier.arrive(tiles.dq_empty.index(1), count=1)
-                pass_turn(turns_ptr + place, rank)
+                if turns.IS_DETERMINISTIC or rank == 0:
+                    pass_turn(turns.counts_ptr + place, rank)
             n += 1
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
@@ -529,6 +530,7 @@ def joint_kernel(
     HAS_ALIBI: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     IS_VARLEN: gl.constexpr,
+    IS_DETERMINISTIC: gl.constexpr,
 ):
     """Processes blocks of 128 keys of one kv head until the counter is exhausted. Tensor maps have the axes (batch,
     head, row, column), those of statistics (batch * head, row), that of dQ's sums (line, LINE).
@@ -546,6 +548,7 @@ def joint_kernel(
         HAS_SOFTCAP, IS_VARLEN, False, "", dropout,
     )  # fmt: skip
     heads = Heads(num_heads, group_size, statistic_rows)
+    turns = Turns(turns_ptr, IS_DETERMINISTIC)
     # Keys take the place of queries: see work_on_keys.
     schedule = scheduler.Schedule(
         counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
@@ -593,8 +596,8 @@ def joint_kernel(
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (producer, (maps, (), tiles, schedule, heads, rules)),
-            (adder, (0, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules)),
-            (adder, (1, dq_map, turns_ptr, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (adder, (0, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (adder, (1, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -129,16 +128,11 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     """Returns the run-time arguments of a launch that draws blocks of keys (band.work_on_keys), in its order.
 
     Args:
-        bytes_of_row: bytes of a query of a head in L2.
+        bytes_of_row: bytes of a query of a head in L2, which must hold the heads that run together.
     """
     tiles_per_head = -(-problem.seqlen_k // config.block_n)
     group_size = problem.num_heads_q // problem.num_heads_kv
     bytes_of_head = max(1, group_size * problem.seqlen_q * bytes_of_row)
-    # L2 holds these heads entirely. If they are few, many blocks of each run together, and wait for one another when
-    # they begin (turns.py). More heads then take less time. Blocks that follow one another through a head's queries
-    # need only what lies between them, of n heads n^2 * bytes_of_head / NUM_SMS: here an eighth of L2.
-    heads_in_l2 = host.L2_BYTES // bytes_of_head
-    heads_apart = isqrt(host.NUM_SMS * host.L2_BYTES // (8 * bytes_of_head))
     scale, softcap_log2 = host.score_units(problem)
     return [
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
@@ -150,7 +144,7 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         group_size,
         problem.batch,
         tiles_per_head,
-        min(problem.batch * problem.num_heads_kv, max(1, heads_in_l2, heads_apart)),
+        min(problem.batch * problem.num_heads_kv, max(1, host.L2_BYTES // bytes_of_head)),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,

@@ -1,8 +1,12 @@
-"""The order in which blocks of keys add to dQ of a tile of queries, so that its bits are the same in every run.
+"""The order in which blocks of keys add to dQ of a tile of queries.
 
-Each tile of a head counts the blocks that have added to it. Blocks take turns in the order of their keys: a block waits
-until the count is its rank, the number of blocks before it that see the tile. The block of rank 0 stores, so that the
-sums need not be zeroed.
+The block of the first visible keys stores its share, so that the sums need not be zeroed, and the others add theirs to
+it. Each tile of a head has a count in memory. A block waits until the count is its rank:
+
+- Deterministic: the rank is the number of blocks before it that see the tile, and each block raises the count by one.
+  The order of the sums, and with it their bits, is the same in every run.
+- Otherwise the rank is 0 for the first block and 1 for all others, and only the first block raises the count. That is
+  up to 1.16 times as fast (`2026-11-25-h100-turns.json`).
 
 Nothing waits for ever, because a block waits only for blocks of fewer keys, which running programs took before
 (`band.work_on_keys`, `scheduler.draw_in_order`). And little time is lost, because all blocks walk their queries from
@@ -11,24 +15,40 @@ the last tile to the first: under a band, blocks of more keys begin at the same 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """
 
-from __future__ import annotations
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.runtime.gluon_or_stub import gl, jit
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
+
+
+@aggregate
+class Turns:
+    """The counts of all tiles, int32, and whether every block has a rank of its own."""
+
+    counts_ptr: gl.tensor
+    IS_DETERMINISTIC: gl.constexpr
+
+    @constexpr_function
+    def __init__(self, counts_ptr, IS_DETERMINISTIC):
+        self.counts_ptr = counts_ptr
+        self.IS_DETERMINISTIC = gl.constexpr(IS_DETERMINISTIC)
 
 
 @jit
-def rank_of(block, tile, band, rules):
-    """Returns how many blocks add to a tile of queries before a block of keys does."""
+def rank_of(turns, block, tile, band, rules):
+    """Returns the count for which a block of keys waits before it adds to a tile of queries."""
     rank = block
     if rules.HAS_LOW:
         first_key = band.q_begin + tile * rules.BLOCK_M + band.low - band.k_begin
         rank = rank - gl.maximum(first_key, 0) // rules.BLOCK_N
+    if not turns.IS_DETERMINISTIC:
+        rank = gl.minimum(rank, 1)
     return rank
 
 
 @jit
 def wait_for_turn(count_ptr, rank):
-    """Waits, in a role of one warp, until `rank` blocks have added to a tile, and their sums are visible to copies."""
+    """Waits, in a role of one warp, until the count of a tile is `rank`, and the sums of the blocks before are visible
+    to copies."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 n; AGAIN: ld.acquire.gpu.global.b32 n, [$1]; setp.ne.b32 p, n, $2; @p bra AGAIN; "
         "fence.proxy.async.global; mov.b32 $0, n; }",
@@ -38,7 +58,7 @@ def wait_for_turn(count_ptr, rank):
 
 @jit
 def pass_turn(count_ptr, rank):
-    """Waits, in a role of one warp, until its copies have been stored or added, and lets the next block add.
+    """Waits, in a role of one warp, until its copies have been stored or added, and raises the count of a tile.
 
     The count is released although the copies are complete: with a relaxed store, dQ had other bits in one of 20 runs
     (`2026-11-24-h200-turns.log`).
