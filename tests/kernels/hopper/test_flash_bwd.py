@@ -47,9 +47,7 @@ REPEATED: dict[str, dict[str, Any]] = {
 }
 
 
-def gradients(
-    call: Call, dout: Tensor, dlse: Tensor | None, config: int = 0, deterministic: bool = False
-) -> Gradients:
+def gradients(call: Call, dout: Tensor, dlse: Tensor | None, config: int = 0, deterministic: bool = False) -> Gradients:
     """By the kernel itself, from out and log-sum-exp of the kernel that `auto` chooses for the forward."""
     problem = replace(call.problem, return_lse=True, deterministic=deterministic)
     out, lse = harness.run("auto", call._replace(problem=problem, options=call.options | {"return_lse": True}))
