@@ -128,11 +128,13 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     """Returns the run-time arguments of a launch that draws blocks of keys (band.work_on_keys), in its order.
 
     Args:
-        bytes_of_row: bytes of a query of a head in L2, which must hold the heads that run together.
+        bytes_of_row: bytes of a query of a head in L2.
     """
     tiles_per_head = -(-problem.seqlen_k // config.block_n)
     group_size = problem.num_heads_q // problem.num_heads_kv
-    bytes_of_head = max(1, group_size * problem.seqlen_q * bytes_of_row)
+    # L2 holds one query head of each kv head that runs, because blocks walk the heads of a group one after another. If
+    # it held whole groups, few kv heads would run together, and the longest blocks of the last ones would begin late.
+    bytes_of_head = max(1, problem.seqlen_q * bytes_of_row)
     scale, softcap_log2 = host.score_units(problem)
     return [
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
