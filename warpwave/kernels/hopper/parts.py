@@ -370,6 +370,17 @@ def _named_barrier_asm(op):
 
 
 @jit
+def unseen_zero(n):
+    """Returns 0 in a form the compiler cannot fold.
+
+    wgmma takes two registers for each 16 columns of a tile in shared memory. For a tile at a fixed address, such as Q
+    of the forward, the compiler would compute them once before the loop and keep them, in local memory if there are
+    many. A load from local memory waits behind the products that are being issued.
+    """
+    return n >> 30
+
+
+@jit
 def named_barrier(OP: gl.constexpr, barrier):
     """Executes `bar.sync` or `bar.arrive` of one consumer warpgroup and the producer warp, once per thread. `barrier`
     holds its number for each thread. The compiler does not account for it when it places its own barriers."""

@@ -11,6 +11,7 @@ from warpwave.kernels.hopper.parts import (
     like,
     matrix,
     rescale,
+    unseen_zero,
     wait_for,
     wait_full,
     zero_accumulator,
@@ -24,16 +25,6 @@ from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgrou
 def too_wide_to_overlap(pieces):
     """Returns whether a row of V with these pieces is too wide."""
     return sum(piece.shape[-1] for piece in pieces) > 320
-
-
-@jit
-def unseen_zero(n):
-    """Returns 0 in a form the compiler cannot fold.
-
-    wgmma takes two registers for each 16 columns of a tile in shared memory. For a tile at a fixed address, such as Q,
-    the compiler would compute them once before the loop over keys and keep them, in local memory if there are many.
-    """
-    return n >> 30
 
 
 @jit

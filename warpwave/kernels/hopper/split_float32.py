@@ -18,9 +18,17 @@ Tiles are not overlapped within a group: a tile's products take so much longer t
 products hide it. Probabilities and values are multiplied in slices of the columns, to limit registers.
 """
 
-from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, hand_back, like, matrix, wait_full, zero_accumulator
+from warpwave.kernels.hopper.parts import (
+    ROWS,
+    accumulator_layout,
+    hand_back,
+    like,
+    matrix,
+    unseen_zero,
+    wait_full,
+    zero_accumulator,
+)
 from warpwave.kernels.hopper.rows import zero_values
-from warpwave.kernels.hopper.serial import unseen_zero
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
 from warpwave.kernels.hopper.visible import with_scale
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait

@@ -56,9 +56,9 @@ from warpwave.kernels.hopper.parts import (
     buffers,
     halves_of,
     matrix,
+    unseen_zero,
     zero_accumulator,
 )
-from warpwave.kernels.hopper.serial import unseen_zero
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,

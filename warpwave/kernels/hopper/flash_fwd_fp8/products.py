@@ -10,8 +10,7 @@ equal terms the sum would no longer grow. Each product with V therefore starts f
 is added to a float32 accumulator by ordinary instructions (`promoted`).
 """
 
-from warpwave.kernels.hopper.parts import ROWS, eight_bit_accumulator_layout, matrix, wait_for
-from warpwave.kernels.hopper.serial import unseen_zero
+from warpwave.kernels.hopper.parts import ROWS, eight_bit_accumulator_layout, matrix, unseen_zero, wait_for
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 AT_ONCE = gl.constexpr(128)  # columns of V whose products start together; wider tiles are multiplied by CHUNK columns
