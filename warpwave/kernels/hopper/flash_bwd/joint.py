@@ -280,9 +280,9 @@ def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.c
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     HALF: gl.constexpr = rules.BLOCK_M // 2
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF))
-    keys = matrix(tiles.keys[0].index(unseen_zero(n)))
+    keys = matrix(tiles.keys[0].index(0))
     own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    own_values = matrix(tiles.values[0].index(unseen_zero(n))).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    own_values = matrix(tiles.values[0].index(0)).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
     stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
     stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
