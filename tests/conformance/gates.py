@@ -98,11 +98,11 @@ UNDERFLOW = 1024 * torch.finfo(torch.float32).tiny  # GPUs may flush what is sma
 # M, dP - delta cancels to what the row's result says nothing about: hence a floor in units of the largest result.
 NAIVE_ROW_SHARE = 1 / 2
 ROW_FLOOR_BACKWARD = 4e-6
-# The same cancellation in a whole gradient. Where a row sees one key, N subtracts a number from itself and is exact, and
-# a kernel's dP and delta are two sums of head_dim_v products in different orders. The roundings of such a sum, in order
-# and of either sign, add up to a deviation of 0.28 * 2^-24 |dout| |v|: the partial sum of t products has a deviation of
-# sqrt(t) times a product's, its rounding one of 0.4 * 2^-24 of that, and the sum of t is head_dim_v^2 / 2. Two sums have
-# 0.4 * 2^-24, and B1 of dq and dk allows five such deviations (`reference.cancellation`, drawn call 1552).
+# The same cancellation in a whole gradient. Where a row sees one key, N subtracts a number from itself and is exact,
+# and a kernel's dP and delta are two sums of head_dim_v products in different orders. The roundings of such a sum, in
+# order and of either sign, add up to a deviation of 0.28 * 2^-24 |dout| |v|: the partial sum of t products has a
+# deviation of sqrt(t) times a product's, its rounding one of 0.4 * 2^-24 of that, and the sum of t is head_dim_v^2 / 2.
+# Two sums have 0.4 * 2^-24, and B1 of dq and dk allows five such deviations (`reference.cancellation`).
 CANCELLATION_SHARE = 2.0 * 2.0**-24
 # Tensor cores truncate as they accumulate, 16 products a step: 256 products of one sign end up to 1.4e-6 of their sum
 # off, and 670 of them 3.7e-6, cuBLAS's as ours (H200, drawn calls). The bound grows with head_dim from there on.
