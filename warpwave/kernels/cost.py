@@ -94,13 +94,17 @@ class Cost:
     parts: tuple[Cost, ...] = ()
 
 
-def in_turn(parts: Sequence[Cost], workspace_bytes: int) -> Cost:
-    """Returns the total cost of launches that run one after another."""
+def in_turn(parts: Sequence[Cost], workspace_bytes: int, loop: str = "") -> Cost:
+    """Returns the total cost of launches that run one after another.
+
+    Args:
+        loop: that of the first part that has one, if empty.
+    """
     return Cost(
         **{name: sum(getattr(part, name) for part in parts) for name in SUMMED},
         smem_bytes=max(part.smem_bytes for part in parts),
         workspace_bytes=workspace_bytes,
-        loop=next((part.loop for part in parts if part.loop), ""),
+        loop=loop or next((part.loop for part in parts if part.loop), ""),
         launches=sum(part.launches for part in parts),
         parts=tuple(parts),
     )

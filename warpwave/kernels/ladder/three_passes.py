@@ -33,7 +33,7 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import ODD_ROWS, Cost, odd_rows, visited_tiles, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, bytes_per_score, in_turn, odd_rows, visited_tiles, walk
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.partials import lse_of, with_sink
 from warpwave.kernels.primitives import band_edges, packed_sequence, visible_keys
@@ -322,8 +322,7 @@ def cost(
     summed = sums.tiles * step  # keys, over all query tiles
     softmax_rows = max(SOFTMAX_ROWS, block_m)
     covered = visited_tiles(problem, softmax_rows, 1) * softmax_rows  # tiles of one key: the exact visible width
-    beside = 0 if problem.mask_shape is None else 1
-    beside += 0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    beside = bytes_per_score(problem)
     rows = problem.rows * problem.num_heads_q
 
     def inside(tile: int) -> float:
@@ -377,17 +376,6 @@ def cost(
         operand_bytes=int(summed * block_m * column_tiles * columns * bytes_of_pair[1]),
         conversions=split(summed * column_tiles * (block_m + columns)),
     )
-    parts = (score, softmax, sum_values)
-    return Cost(
-        blocks=sum(part.blocks for part in parts),
-        flops=sum(part.flops for part in parts),
-        exponentials=covered,
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-        smem_bytes=smem_bytes,
-        workspace_bytes=scores_bytes(problem) + 4 * heads * problem.seqlen_q,
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop="one query" if problem.seqlen_q == 1 else ODD_ROWS if odd_rows(problem) else "",
-        launches=3,
-        parts=parts,
-    )
+    workspace = scores_bytes(problem) + 4 * heads * problem.seqlen_q
+    loop = "one query" if problem.seqlen_q == 1 else ODD_ROWS if odd_rows(problem) else ""
+    return in_turn((score, softmax, sum_values), workspace, loop)
