@@ -37,7 +37,7 @@ class Cost:
         order: for items that differ and are not in longest-first order: for each sequence, the steps of consecutive
             items, and how often that repeats (`launch_order`).
         cut: the part of `steps` whose scores are masked, because an edge of the mask or the end of the keys cuts the
-        tile.
+            tile.
         trips: dependent loads and stores of a block without steps; of other blocks, those before the first step.
         far: fraction of the additional latency of memory that each step waits for, because few tiles are in flight.
         block_us: time of an SM for each block without steps, if blocks are many and small.

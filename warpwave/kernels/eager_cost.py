@@ -51,9 +51,9 @@ def tiles_of_sequence(band: Band, seqlen_q: int, seqlen_k: int, block_m: int, bl
     """Counts the tiles of one sequence.
 
     Args:
-            band: what position shows, as in `AttentionProblem.band`.
-            seqlen_q, seqlen_k: queries and keys of the sequence.
-            block_m, block_n: queries and keys of a tile.
+        band: what position shows, as in `AttentionProblem.band`.
+        seqlen_q, seqlen_k: queries and keys of the sequence.
+        block_m, block_n: queries and keys of a tile.
     """
     full, rest = divmod(seqlen_q, block_m)
     total = [0] * len(Tiles._fields)

@@ -309,8 +309,8 @@ def cost(
         smem_bytes: of the product that needs more.
         threads: of a block of the products.
         registers: of a thread of each product, in addition to its elements of a tile.
-        bytes_of_pair: bytes that multiply-adds read from shared memory or L1 for a query, a key and a column, by
-        product.
+        bytes_of_pair: bytes that multiply-adds read from shared memory or L1 for a query, a key and a column, for each
+            product.
         split: the number of conversions to parts for a number of elements of operands.
     """
     size, heads = DTYPE_BYTES[problem.dtype], problem.batch * problem.num_heads_q

@@ -107,8 +107,8 @@ def num_parts(config: Config) -> int:
 
 
 def one_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Returns whether a split has at most one tile of keys, so that Q can be loaded together with it, once; and whether
-    Q then fits shared memory."""
+    """Returns whether a block loads Q together with its keys: a split has at most one tile of keys, and the buffers of
+    both fit shared memory."""
     alone = config.pieces == 0 and not config.roles and problem.dtype != "float32"
     if not alone or config.num_stages == 1 or -(-problem.seqlen_k // config.block_n) > config.num_splits:
         return False

@@ -108,8 +108,7 @@ class Chunk(NamedTuple):
         first_head, heads: of batch * num_heads_q.
         row_begin, rows: queries of each sequence.
         key_base: the key in column 0 of the workspace, a multiple of block_n.
-        key_begin, key_end: keys that some row sees; for packed sequences, whose lengths only the device knows, all
-        keys.
+        key_begin, key_end: keys that some row sees; all keys of packed sequences, whose lengths are on the device.
     """
 
     first_head: int
