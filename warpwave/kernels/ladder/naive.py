@@ -25,6 +25,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import Run
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.groups import Sequences, Tokens, Window
@@ -54,10 +55,7 @@ class Config:
     num_warps: int
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        rules.check_sizes(self, {"block_m": 16, "block_n": 16, "num_warps": 1})
 
 
 # Device code ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import reasons
+from warpwave.kernels import reasons, rules
 from warpwave.kernels.arguments import Run, dot_precision, padded
 from warpwave.kernels.cost import Cost, conversions
 from warpwave.kernels.groups import Sequences, Tokens, Window
@@ -67,12 +67,8 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
+        sizes = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1}
+        rules.check_sizes(self, sizes, ("num_stages",))
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
