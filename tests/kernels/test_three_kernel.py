@@ -38,7 +38,7 @@ WAYS = [("library", "library"), ("library", "triton"), ("triton", "triton"), ("f
     [
         ({"scores": "cublas"}, "scores is 'cublas'; it must be 'library', 'triton', 'hopper' or 'fused'"),
         ({"values": "fused"}, "values is 'fused'"),
-        ({"values": "hopper"}, "'hopper' goes with"),
+        ({"values": "hopper"}, "both must be 'hopper', or neither"),
         ({"scores": "hopper", "values": "hopper"}, "block_m x block_n is 64 x 64; 'hopper' has tiles of 128 x 256"),
         ({"scores": "fused", "values": "library"}, "values is 'library'; with scores='fused' it must be 'triton'"),
         ({"block_m": 48}, "block_m is 48; it must be a power of two, at least 16"),

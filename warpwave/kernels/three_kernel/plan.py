@@ -74,8 +74,8 @@ class Config:
             raise ValueError(f"values is {self.values!r}; it must be 'library', 'triton', 'hopper' or 'online'")
         if self.values == "online" and (self.scores != "triton" or min(self.softmax_rows, self.softmax_keys) < 16):
             raise ValueError(
-                f"values is 'online', scores {self.scores!r} and the softmax {self.softmax_rows} x {self.softmax_keys}; "
-                "'online' needs scores='triton' and a softmax of at least 16 x 16"
+                f"values is 'online', scores {self.scores!r}, softmax_rows {self.softmax_rows} and softmax_keys "
+                f"{self.softmax_keys}; 'online' needs scores='triton' and at least 16 of both"
             )
         if (self.scores == "hopper") != (self.values == "hopper"):
             raise ValueError(f"scores is {self.scores!r} and values {self.values!r}; both must be 'hopper', or neither")
