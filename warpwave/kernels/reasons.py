@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
@@ -93,7 +93,7 @@ def of_pages(problem: AttentionProblem) -> list[str]:
     return []
 
 
-def of_features(problem: AttentionProblem, who: str, others: Mapping[str, bool], without: str = "") -> list[str]:
+def of_features(problem: AttentionProblem, who: str, others: dict[str, bool], without: str = "") -> list[str]:
     """Returns what a launch does not support and the call has: each of `FEATURES`, and others.
 
     Args:

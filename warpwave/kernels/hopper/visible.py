@@ -118,13 +118,6 @@ class Keys:
     low: gl.tensor
     high: gl.tensor
 
-    @constexpr_function
-    def __init__(self, begin, end, low, high):
-        self.begin = begin
-        self.end = end
-        self.low = low
-        self.high = high
-
 
 @jit
 def keys_of_sequence(work, rules):
@@ -180,12 +173,6 @@ class Place:
     row_first: gl.tensor
     offset: gl.tensor
     slope_log2: gl.tensor
-
-    @constexpr_function
-    def __init__(self, row_first, offset, slope_log2):
-        self.row_first = row_first
-        self.offset = offset
-        self.slope_log2 = slope_log2
 
 
 @jit
