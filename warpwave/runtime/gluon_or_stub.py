@@ -51,15 +51,19 @@ if NO_TRITON is None:
     @dataclass_transform()
     def aggregate(cls: Any) -> Any:
         """Returns Gluon's aggregate of a class. A class without `__init__` gets one that takes all fields in order, as
-        Triton itself adds from 3.9 on.
+        Triton itself adds from 3.9 on. A field of type `object` that is None becomes an empty tuple.
 
         The source of a constructor is part of a kernel's cache key. It is therefore registered like that of a file.
         """
         if "__init__" not in vars(cls):
-            fields = cls.__annotations__
-            values = {name: f"gl.constexpr({name})" if of is gl.constexpr else name for name, of in fields.items()}
-            lines = [f"def __init__(self, {', '.join(fields)}):\n"]
-            lines += [f"    self.{name} = {value}\n" for name, value in values.items()]
+            fields, taken, lines = cls.__annotations__, ["self"], []
+            for name, of in fields.items():
+                taken.append(f"{name}={vars(cls)[name]!r}" if name in vars(cls) else name)
+                value = {gl.constexpr: f"gl.constexpr({name})", object: f"gl.tuple([]) if {name} is None else {name}"}
+                lines.append(f"    self.{name} = {value.get(of, name)}\n")
+            for name in fields.keys() & vars(cls).keys():
+                delattr(cls, name)  # the default is in the constructor
+            lines.insert(0, f"def __init__({', '.join(taken)}):\n")
             file, scope = f"<fields of {cls.__module__}.{cls.__qualname__}>", {"gl": gl, "__name__": cls.__module__}
             linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
             exec(compile("".join(lines), file, "exec"), scope)
