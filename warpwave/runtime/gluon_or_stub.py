@@ -51,7 +51,7 @@ if NO_TRITON is None:
     @dataclass_transform()
     def aggregate(cls: Any) -> Any:
         """Returns Gluon's aggregate of a class. A class without `__init__` gets one that takes all fields in order, as
-        Triton itself adds from 3.9 on. A field of type `object` that is None becomes an empty tuple.
+        Triton 3.9 itself adds. A field of type `object` that is None becomes an empty tuple.
 
         The source of a constructor is part of a kernel's cache key. It is therefore registered like that of a file.
         """
