@@ -144,11 +144,11 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         "CDNA 1", ("gfx908",), "ieee", _costs(None, 2),
-        "float32 has matrix instructions of its own, at half the rate of bfloat16, and there is no tf32",
+        "float32 matrix instructions run at half the rate of bfloat16, and there is no tf32",
     ),
     Target(
         "CDNA 2", ("gfx90a",), "ieee", _costs(None, 4),
-        "float32 has matrix instructions of its own, at a quarter of the rate of bfloat16, and there is no tf32",
+        "float32 matrix instructions run at a quarter of the rate of bfloat16, and there is no tf32",
     ),
     Target(
         "CDNA 3", ("gfx942",), "ieee", {"tf32": 2.0, **_costs(None, 8)},

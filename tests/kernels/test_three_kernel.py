@@ -38,13 +38,13 @@ WAYS = [("library", "library"), ("library", "triton"), ("triton", "triton"), ("f
     [
         ({"scores": "cublas"}, "scores is 'cublas'; it must be 'library', 'triton', 'hopper' or 'fused'"),
         ({"values": "fused"}, "values is 'fused'"),
-        ({"values": "hopper"}, "'hopper' goes with"),
+        ({"values": "hopper"}, "both must be 'hopper', or neither"),
         ({"scores": "hopper", "values": "hopper"}, "block_m x block_n is 64 x 64; 'hopper' has tiles of 128 x 256"),
-        ({"scores": "fused", "values": "library"}, "only our second product sums tiles of P"),
+        ({"scores": "fused", "values": "library"}, "values is 'library'; with scores='fused' it must be 'triton'"),
         ({"block_m": 48}, "block_m is 48; it must be a power of two, at least 16"),
         ({"block_k": 128}, "block_k is 128; it must be at most block_n, which is 64"),
         ({"softmax_warps": 3}, "softmax_warps is 3"),
-        ({"scores": "library", "split_d": 2}, "only 'triton' shares head_dim"),
+        ({"scores": "library", "split_d": 2}, "split_d is 2 and scores 'library'"),
         ({"workspace_bytes": 0}, "workspace_bytes is 0; it must be at least 1"),
     ],
 )

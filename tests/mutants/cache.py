@@ -100,7 +100,7 @@ PAGED = [
     ),
     Mutant(
         "sink left out where shares are merged", PARTIALS,
-        "join(m_i, l_i, sink_log2, 1.0)", "join(m_i, l_i, sink_log2, 0.0)",
+        "with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)", "with_sink(m_i, l_i, sinks_ptr, head, False)",
         "test_paged.py::test_page_sizes_and_splits", "16-three", "FAIL C LSE",
     ),
     Mutant(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import EAGER, FLASH, HIDE, NAIVE, PASSES, PRIMITIVES, STORE, TILED, Mutant
+from tests.mutants.mutant import EAGER, FLASH, HIDE, NAIVE, PARTIALS, PASSES, PRIMITIVES, STORE, TILED, Mutant
 
 # The eleven that correctness is first asked about. Portable Triton has no barrier of its own to drop; the nearest
 # mistake it lets one make is to serve a call with what was prepared for another.
 NAMED = [
     Mutant(
-        "mask one key too wide", FLASH,
-        "high = last_key_offset + window.right", "high = last_key_offset + window.right + 1",
+        "mask one key too wide", PRIMITIVES,
+        "high = seqlen_k - seqlen_q + window_right", "high = seqlen_k - seqlen_q + window_right + 1",
         "test_probes.py::test_count", "flash_fwd and causal-flash_fwd and 113", "torch.equal",
     ),
     Mutant(
@@ -48,7 +48,7 @@ NAMED = [
         "test_poison.py::test_every_cell_is_written", "flash_fwd and d64-h4x2", "isnan",
     ),
     Mutant(
-        "LSE in base two", FLASH,
+        "LSE in base two", PARTIALS,
         "(m_i + tl.math.log2(l_i)) * LN_2", "m_i + tl.math.log2(l_i)",
         "test_edges.py::test_lse_is_the_natural_logarithm_in_float32", "False-flash_fwd", "Tensor-likes are not close",
     ),
@@ -58,8 +58,8 @@ NAMED = [
         "test_edges.py::test_causal_alignment", "flash_fwd", "keys_seen",
     ),
     Mutant(
-        "window's left edge exclusive", FLASH,
-        "low = last_key_offset - window.left", "low = last_key_offset - window.left + 1",
+        "window's left edge exclusive", PRIMITIVES,
+        "low = seqlen_k - seqlen_q - window_left", "low = seqlen_k - seqlen_q - window_left + 1",
         "test_probes.py::test_support", "flash_fwd and 64 and 113", "keys from",
     ),
 ]  # fmt: skip
@@ -120,17 +120,17 @@ OTHERS = [
     ),
     Mutant(
         "sink left out of the denominator", FLASH,
-        "l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)", "l_i = l_i * alpha",
+        "with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)", "with_sink(m_i, l_i, sinks_ptr, head, False)",
         "test_gates.py::test_case_grid", "113x103-d64-h2x1-b2-sinks-normal-flash_fwd", "FAIL C LSE",
     ),
     Mutant(
-        "sink in base two", FLASH,
-        "tl.load(sinks_ptr + head) * LOG2_E", "tl.load(sinks_ptr + head)",
+        "sink in base two", PARTIALS,
+        "tl.load(sinks_ptr + heads) * LOG2_E", "tl.load(sinks_ptr + heads)",
         "test_edges.py::test_rows_that_see_nothing", "mask-True-flash_fwd", "FAIL C LSE",
     ),
     Mutant(
-        "top-left mask aligned to the last key", FLASH,
-        "high = tl.minimum(high, 0)", "high = tl.minimum(high, last_key_offset)",
+        "top-left mask aligned to the last key", PRIMITIVES,
+        "high = tl.minimum(high, 0)", "high = tl.minimum(high, seqlen_k - seqlen_q)",
         "test_edges.py::test_causal_alignment", "top_left and flash_fwd", "keys_seen",
     ),
     Mutant(
@@ -172,12 +172,12 @@ OTHERS = [
     ),
     Mutant(
         "ALiBi counted from the first key", FLASH,
-        "tl.abs(rows[:, None] + last_key_offset - keys[None, :])", "tl.abs(rows[:, None] - keys[None, :])",
+        "tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])", "tl.abs(rows[:, None] - keys[None, :])",
         "test_gates.py::test_case_grid", "113x103 and alibi and heads-normal-flash_fwd", "FAIL C LSE",
     ),
     Mutant(
-        "a row that sees nothing is 0 / 0", FLASH,
-        "tl.where(l_i == 0.0, 1.0, l_i))[:, None]", "l_i)[:, None]",
+        "a row that sees nothing is 0 / 0", PARTIALS,
+        "tl.where(l_i == 0.0, 1.0, l_i))", "l_i)",
         "test_edges.py::test_rows_that_see_nothing", "mask-False-flash_fwd", "FAIL",
     ),
     Mutant(
@@ -336,7 +336,7 @@ OTHERS = [
     ),
     Mutant(
         "the rest of a line of scores counted as keys", PASSES,
-        "visible = inside & band_visible", "visible = in_lines & band_visible",
+        "raw, rows, keys, row_inside, key_end,", "raw, rows, keys, row_inside, line_end,",
         "test_probes.py::test_count", "none-tiled and 113", "torch.equal",
     ),
     Mutant(

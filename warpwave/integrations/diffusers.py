@@ -108,7 +108,7 @@ def _routed_class(of: Any) -> Any:
         finally:
             F.scaled_dot_product_attention = before
 
-    def reduce(self: Any) -> Any:  # pickle and deepcopy: the class has no name of its own in a module
+    def reduce(self: Any) -> Any:  # pickle and deepcopy: no module has the class under its name
         plain = object.__new__(of)
         plain.__dict__.update(self.__dict__)
         return _routed, (plain,)

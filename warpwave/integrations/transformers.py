@@ -91,7 +91,7 @@ def register(name: str = "warpwave") -> Registration:
         ImportError: transformers is missing, or is older than 5.17 or newer than 5.
     """
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
-        raise InvalidInput(f"name is {name!r}; transformers gives names with 'flash', '/' or '|' a meaning of its own")
+        raise InvalidInput(f"name is {name!r}; names with 'flash', '/' or '|' have another meaning in transformers")
     interfaces = _interfaces()
     with _registering:
         count, before = _registered.get(name, (0, [(interface, interface().get(name)) for interface in interfaces]))
@@ -454,7 +454,7 @@ def _check(others: Mapping[str, Any]) -> None:
     for name, argument in others.items():
         if name not in NO_EFFECT and argument is not None and argument is not False:
             raise UnsupportedProblem(
-                f"the model passes {name}, which warpwave does not know", {}, "attn_implementation='eager'"
+                f"the model passes {name}, which warpwave does not support", {}, "attn_implementation='eager'"
             )
 
 

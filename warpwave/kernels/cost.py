@@ -37,7 +37,7 @@ class Cost:
         order: for items that differ and are not in longest-first order: for each sequence, the steps of consecutive
             items, and how often that repeats (`launch_order`).
         cut: the part of `steps` whose scores are masked, because an edge of the mask or the end of the keys cuts the
-        tile.
+            tile.
         trips: dependent loads and stores of a block without steps; of other blocks, those before the first step.
         far: fraction of the additional latency of memory that each step waits for, because few tiles are in flight.
         block_us: time of an SM for each block without steps, if blocks are many and small.
@@ -94,13 +94,17 @@ class Cost:
     parts: tuple[Cost, ...] = ()
 
 
-def in_turn(parts: Sequence[Cost], workspace_bytes: int) -> Cost:
-    """Returns the total cost of launches that run one after another."""
+def in_turn(parts: Sequence[Cost], workspace_bytes: int, loop: str = "") -> Cost:
+    """Returns the total cost of launches that run one after another.
+
+    Args:
+        loop: that of the first part that has one, if empty.
+    """
     return Cost(
         **{name: sum(getattr(part, name) for part in parts) for name in SUMMED},
         smem_bytes=max(part.smem_bytes for part in parts),
         workspace_bytes=workspace_bytes,
-        loop=next((part.loop for part in parts if part.loop), ""),
+        loop=loop or next((part.loop for part in parts if part.loop), ""),
         launches=sum(part.launches for part in parts),
         parts=tuple(parts),
     )

@@ -26,7 +26,7 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import descales, dropout
+from warpwave.kernels import descales, dropout, rules
 from warpwave.kernels.arguments import Results, Run
 from warpwave.kernels.eager_cost import cost
 from warpwave.kernels.paging import as_cached, as_packed, one_by_one
@@ -51,9 +51,7 @@ class Config:
     block_n: int
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        rules.check_sizes(self, {}, ("block_m", "block_n"))
 
 
 # A batch of sequences, and its tiles ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.cost import Cost, in_turn
 from warpwave.kernels.eager import Config, configs
 from warpwave.kernels.eager_cost import PASSES_OF_EDGE, tiles_of_sequence
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -87,16 +87,5 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         write_bytes=8 * sums,
         launches=STEPS_OF_TILE * tiles + STEPS_OF_BLOCK * blocks,
     )
-    parts = (products, passes, beside)
-    return Cost(
-        blocks=0,
-        flops=products.flops,
-        exponentials=scores,
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-        workspace_bytes=5 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n),
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop="float32" if problem.dtype == "float32" else "",
-        launches=sum(part.launches for part in parts),
-        parts=parts,
-    )
+    workspace = 5 * 4 * min(scores, problem.batch * problem.num_heads_q * config.block_m * config.block_n)
+    return in_turn((products, passes, beside), workspace, "float32" if problem.dtype == "float32" else "")

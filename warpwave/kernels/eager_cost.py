@@ -51,9 +51,9 @@ def tiles_of_sequence(band: Band, seqlen_q: int, seqlen_k: int, block_m: int, bl
     """Counts the tiles of one sequence.
 
     Args:
-            band: what position shows, as in `AttentionProblem.band`.
-            seqlen_q, seqlen_k: queries and keys of the sequence.
-            block_m, block_n: queries and keys of a tile.
+        band: what position shows, as in `AttentionProblem.band`.
+        seqlen_q, seqlen_k: queries and keys of the sequence.
+        block_m, block_n: queries and keys of a tile.
     """
     full, rest = divmod(seqlen_q, block_m)
     total = [0] * len(Tiles._fields)
@@ -152,19 +152,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         write_bytes=8 * acc_rows * width_v + 8 * rows * width_v + 4 * rows,
         launches=STEPS_OF_TILE * tiles + STEPS_OF_BLOCK * blocks,
     )
-    parts = (products, passes, beside)
-    return Cost(
-        blocks=0,
-        flops=products.flops,
-        exponentials=scores,
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-        workspace_bytes=workspace,
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop="few rows" if problem.seqlen_q <= 16 else "float32" if problem.dtype == "float32" else "",
-        launches=sum(part.launches for part in parts),
-        parts=parts,
-    )
+    loop = "few rows" if problem.seqlen_q <= 16 else "float32" if problem.dtype == "float32" else ""
+    return in_turn((products, passes, beside), workspace, loop)
 
 
 def _of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

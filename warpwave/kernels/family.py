@@ -22,7 +22,7 @@ class Family:
         self.__name__ = f"{__package__}.{place or name.replace('/', '.')}"
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # what inspection asks of any object imports nothing
+        if attribute.startswith("_"):  # attributes that inspection reads of any object
             raise AttributeError(attribute)
         module = importlib.import_module(self.__name__)
         found = self.__dict__[attribute] = getattr(module, attribute)  # later uses do not come here

@@ -1,11 +1,10 @@
 """Groups of parameters that a kernel takes as one argument: a tensor with its strides, score rules, sequences, window,
 dropout.
 
-The families in Triton, except the ladder, use the same groups under the same names. One compiled kernel serves every
-value of a field of type `int`; Triton specializes a field of type `Specialized` (runtime/parameters.py). A kernel
-cannot assign to a field. A device function must not return a group with constants or absent pointers, because Triton
-turns returned values into run-time values; `in_elements` returns a stride that may be the constant 1, which inlining
-restores.
+The families in Triton use the same groups under the same names. One compiled kernel serves every value of a field of
+type `int`; Triton specializes a field of type `Specialized` (runtime/parameters.py). A kernel cannot assign to a field.
+A device function must not return a group with constants or absent pointers, because Triton turns returned values into
+run-time values; `in_elements` returns a stride that may be the constant 1, which inlining restores.
 """
 
 from __future__ import annotations

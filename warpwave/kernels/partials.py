@@ -74,6 +74,17 @@ def inverse_sum(l_i):
 
 
 @jit
+def with_sink(m_i, l_i, sinks_ptr, heads, HAS_SINKS: tl.constexpr):
+    """Returns a row's state with its sink, and the final factor of its accumulator. The sink is one more key, whose
+    value is zero. It is added last: as the first maximum it would push the probabilities of lower scores out of the
+    range of 16 bits."""
+    scale = tl.full(m_i.shape, 1.0, tl.float32)
+    if HAS_SINKS:
+        m_i, l_i, scale, _ = join(m_i, l_i, tl.load(sinks_ptr + heads) * LOG2_E, 1.0)
+    return m_i, l_i, scale * inverse_sum(l_i)
+
+
+@jit
 def lse_offset(row, head, num_heads_q, lse_rows):
     """Returns the offset in lse, (batch, num_heads_q, seqlen_q) or packed (num_heads_q, total_q), of a row counted over
     all sequences."""
@@ -157,12 +168,8 @@ def merge_partials_kernel(
             acc = acc * scale[:, None] + some * scale_some[:, None]
 
     head = row_head % num_heads_q
-    if HAS_SINKS:
-        # The sink is one more key, whose value is zero.
-        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
-        m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-        acc = acc * scale[:, None]
-    out = acc * inverse_sum(l_i)[:, None]
+    m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    out = acc * scale[:, None]
     offsets = row_head * HEAD_DIM_V + dims[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM_V)[None, :])
     if WRITE_LSE:

@@ -12,7 +12,7 @@ the end.
 from __future__ import annotations
 
 from warpwave import problem
-from warpwave.kernels.groups import InUnits, OfHeads, Pairs, Tokens
+from warpwave.kernels.groups import InUnits, OfHeads, Pairs, ScoreRules, Sequences, Tokens
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -88,6 +88,20 @@ def slope_in_bits(slopes: OfHeads, batch, head):
 
 
 @jit
+def rules_of_head(rules: ScoreRules, batch, head):
+    """Returns pointers to the first row and key of mask and bias, and ALiBi's slope in bits, of one head. Absent ones
+    are 0.0."""
+    mask_ptr, bias_ptr, slope_log2 = 0.0, 0.0, 0.0
+    if rules.HAS_MASK:
+        mask_ptr = pairs_of_head(rules.mask, batch, head)
+    if rules.HAS_BIAS:
+        bias_ptr = pairs_of_head(rules.bias, batch, head)
+    if rules.HAS_ALIBI:
+        slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
+    return mask_ptr, bias_ptr, slope_log2
+
+
+@jit
 def add_bias(scores, bias):
     """Returns scores in bits plus a bias in natural units, both float32. The result is minus infinity where the bias
     is, whatever the score: NaN + -inf would be NaN.
@@ -120,6 +134,21 @@ def packed_sequence(cu_seqlens_ptr, item, longest, total):
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total)
     return begin.to(tl.int64), tl.minimum(end - begin, longest)
+
+
+@jit
+def rows_and_keys(q_tensor: Tokens, k_tensor: Tokens, sequences: Sequences, batch, head, group_size):
+    """Returns pointers to the first query of a head and to the first key that it reads, the position of that query
+    among packed tokens, else 0, and the lengths of the sequence. The tensors may also be out and v."""
+    q_ptr = tokens_of_head(q_tensor, batch, head)
+    k_ptr = tokens_of_head(k_tensor, batch, head // group_size)
+    q_begin, seqlen_q, seqlen_k = 0, sequences.seqlen_q, sequences.seqlen_k
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
+        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
+        q_ptr += q_begin * q_tensor.stride_m
+        k_ptr += k_begin * k_tensor.stride_m
+    return q_ptr, k_ptr, q_begin, seqlen_q, seqlen_k
 
 
 @jit

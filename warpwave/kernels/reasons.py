@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 FLOAT8_CAPABILITY = 89
 FLOAT8_ON_AMD = ("gfx942", "gfx950", "gfx1201")
+# What a launch may not support, by the words of its reason.
+FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
+    "packed sequences": lambda problem: problem.packed,
+    "a mask": lambda problem: problem.mask_shape is not None,
+    "a bias": lambda problem: problem.bias_shape is not None,
+    "ALiBi slopes": lambda problem: problem.alibi_shape is not None,
+    "softcap": lambda problem: problem.softcap > 0,
+}
 NO_GRADIENTS = "it computes no gradients; call under torch.no_grad() if none are needed"
 
 
@@ -81,6 +91,18 @@ def of_pages(problem: AttentionProblem) -> list[str]:
     if problem.page_size & (problem.page_size - 1):
         return [f"page_size is {problem.page_size}; it must be a power of two, so that no address needs a division"]
     return []
+
+
+def of_features(problem: AttentionProblem, who: str, others: dict[str, bool], without: str = "") -> list[str]:
+    """Returns what a launch does not support and the call has: each of `FEATURES`, and others.
+
+    Args:
+        who: the beginning of each reason: "the launch for latents does not support".
+        others: name of another feature -> whether the call has it.
+        without: the one of `FEATURES` that the launch supports.
+    """
+    there = {name: has(problem) for name, has in FEATURES.items() if name != without} | others
+    return [f"{who} {name}" for name, is_there in there.items() if is_there]
 
 
 def of_shared_memory(needed: int, gpu: Gpu) -> str:

@@ -1,11 +1,12 @@
-"""Tables of choices: how a family chooses a config, as rows of condition, choice, measured gain and record.
+"""Tables of choices: how a family chooses a config, as rows of condition, choice, measured gain and record; and the
+checks of a config's sizes.
 
 The first row whose condition holds decides. `explain` prints the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from warpwave.gpu import Gpu
@@ -15,6 +16,25 @@ C = TypeVar("C")
 
 # The gain of a row that was never timed: the widest tile that compiles without spills, or with fewest.
 NOT_MEASURED = "not measured; compiled with the fewest spills"
+
+
+def check_sizes(config: Any, powers_of_two: Mapping[str, int], positive: Iterable[str] = ()) -> None:
+    """Checks the sizes of a config.
+
+    Args:
+        powers_of_two: the names of fields that must be powers of two -> the least value of each.
+        positive: the names of fields that must be at least 1.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    for name, least in powers_of_two.items():
+        value = getattr(config, name)
+        if value < least or value & (value - 1):
+            raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+    for name in positive:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
 
 
 class Rule(NamedTuple, Generic[C]):

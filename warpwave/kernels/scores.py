@@ -10,8 +10,26 @@ kernels have one number per block.
 from __future__ import annotations
 
 from warpwave.kernels.groups import ScoreRules, Window
-from warpwave.kernels.primitives import LOG2_E, add_bias, band_visible, tanh
+from warpwave.kernels.primitives import LOG2_E, add_bias, band_visible, pairs_of_head, slope_in_bits, tanh
 from warpwave.runtime.triton_or_stub import jit, tl
+
+
+@jit
+def rules_of_rows(rules: ScoreRules, batch, heads, rows):
+    """Returns pointers to key 0 of mask and bias, and ALiBi's slope in bits, of each row. Absent ones
+    are 0.0.
+
+    Args:
+        heads: of all rows, or of each, [BLOCK_M].
+    """
+    mask_rows, bias_rows, slopes_log2 = 0.0, 0.0, 0.0
+    if rules.HAS_MASK:
+        mask_rows = pairs_of_head(rules.mask, batch, heads) + rows.to(tl.int64) * rules.mask.stride_m
+    if rules.HAS_BIAS:
+        bias_rows = pairs_of_head(rules.bias, batch, heads) + rows.to(tl.int64) * rules.bias.stride_m
+    if rules.HAS_ALIBI:
+        slopes_log2 = tl.zeros(rows.shape, tl.float32) + slope_in_bits(rules.alibi_slopes, batch, heads)
+    return mask_rows, bias_rows, slopes_log2
 
 
 @jit
@@ -42,7 +60,7 @@ def score_bits(
         key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
         mask_rows, bias_rows: pointers to key 0 of each row, [BLOCK_M], if there is such a tensor.
-        slopes_log2: ALiBi's, in bits, [BLOCK_M] or one.
+        slopes_log2: ALiBi's, in bits, [BLOCK_M].
         window: which edges the band has.
     """
     if rules.HAS_SOFTCAP:

@@ -53,7 +53,7 @@ class Config:
 def bind(problem: AttentionProblem, operands: Operands, config: Config, out: torch.Tensor | None = None) -> Run:
     """Returns `run(operands, out=None) -> (out, None)`; torch's result is copied to a given out."""
     by_position = problem.causal is not None or problem.window_size != (-1, -1)
-    if not problem.packed:  # the host may not know packed lengths
+    if not problem.packed:  # lengths of packed sequences may be on the device only
         lengths = (problem.seqlen_q, problem.seqlen_k)
         by_position = by_position and _hides(problem.band(*lengths), *lengths)
     hides = by_position or problem.mask_shape is not None or problem.bias_shape is not None

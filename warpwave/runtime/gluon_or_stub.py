@@ -5,7 +5,8 @@ Without Triton every name is a stub, as in `triton_or_stub`, so that kernels' cl
 
 from __future__ import annotations
 
-from typing import Any
+import linecache
+from typing import Any, dataclass_transform
 
 from warpwave.runtime.triton_or_stub import NO_TRITON, tl
 
@@ -21,7 +22,7 @@ if NO_TRITON is None:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-    from triton.language.core import _aggregate as aggregate  # `gluon.aggregate` from 3.8 on
+    from triton.language.core import _aggregate  # `gluon.aggregate` from 3.8 on
 
     # Renamed in 3.8; the old names raise from 3.9 on.
     tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -46,6 +47,30 @@ if NO_TRITON is None:
 
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit
+
+    @dataclass_transform()
+    def aggregate(cls: Any) -> Any:
+        """Returns Gluon's aggregate of a class. A class without `__init__` gets one that takes all fields in order, as
+        Triton 3.9 itself adds. A field of type `object` that is None becomes an empty tuple.
+
+        The source of a constructor is part of a kernel's cache key. It is therefore registered like that of a file.
+        """
+        if "__init__" not in vars(cls):
+            fields, taken, lines = cls.__annotations__, ["self"], []
+            for name, of in fields.items():
+                taken.append(f"{name}={vars(cls)[name]!r}" if name in vars(cls) else name)
+                value = {gl.constexpr: f"gl.constexpr({name})", object: f"gl.tuple([]) if {name} is None else {name}"}
+                lines.append(f"    self.{name} = {value.get(of, name)}\n")
+            for name in fields.keys() & vars(cls).keys():
+                delattr(cls, name)  # the default is in the constructor
+            lines.insert(0, f"def __init__({', '.join(taken)}):\n")
+            file, scope = f"<fields of {cls.__module__}.{cls.__qualname__}>", {"gl": gl, "__name__": cls.__module__}
+            linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+            exec(compile("".join(lines), file, "exec"), scope)
+            scope["__init__"].__qualname__ = f"{cls.__qualname__}.__init__"
+            cls.__init__ = constexpr_function(scope["__init__"])
+        return _aggregate(cls)
+
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl

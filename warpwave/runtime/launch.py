@@ -383,7 +383,7 @@ class Anywhere:
         return self._tensor.data_ptr()
 
     def ptr_range(self) -> int:
-        """Returns what Triton asks for: the bytes behind the address that may be used."""
+        """Returns the number of bytes behind the address that may be used."""
         return 2**31
 
 

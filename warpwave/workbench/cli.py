@@ -157,7 +157,7 @@ def explain(
         Path | None, typer.Option(metavar="FILE", help="Take the call's time from this record of bench.")
     ] = None,
     passes: Annotated[
-        str, typer.Option(help="What the measured time is of: forward, backward or both (with --grad).")
+        str, typer.Option(help="Passes that the measured time covers: forward, backward or both (with --grad).")
     ] = "forward",
     hot: Annotated[bool, typer.Option("--hot", help="Assume that the previous call used the same tensors.")] = False,
     from_table: Annotated[

@@ -32,12 +32,7 @@ class Tile:
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1")
+        rules.check_sizes(self, {"block_m": 16, "block_n": 16, "num_warps": 1}, ("num_stages",))
 
 
 @dataclass(frozen=True)

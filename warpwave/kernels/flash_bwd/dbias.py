@@ -17,10 +17,9 @@ from warpwave.kernels.primitives import (
     key_ranges,
     load_tile,
     operand,
-    pairs_of_head,
     product,
     rounded,
-    slope_in_bits,
+    rules_of_head,
     tile_pointers,
     transposed,
 )
@@ -119,13 +118,7 @@ def flash_bwd_dbias_kernel(
         k_pointers = tile_pointers(k_pointers, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
         v_pointers = v_tensor.ptr + (batch * v_tensor.stride_b + kv_head * v_tensor.stride_h)
         v_pointers = tile_pointers(v_pointers, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
-        mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
-        if rules.HAS_MASK:
-            mask_ptr = pairs_of_head(rules.mask, batch, head)
-        if rules.HAS_BIAS:
-            bias_ptr = pairs_of_head(rules.bias, batch, head)
-        if rules.HAS_ALIBI:
-            slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
+        mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
         for row_tile in range(row_begin, row_end, BLOCK_M):
             rows = row_tile + first_rows
             row_last = tl.minimum(row_tile + BLOCK_M, seqlen_q) - 1

@@ -26,10 +26,9 @@ from warpwave.kernels.primitives import (
     load_tile,
     operand,
     packed_sequence,
-    pairs_of_head,
     product,
     rounded,
-    slope_in_bits,
+    rules_of_head,
     tile_pointers,
     transposed,
 )
@@ -138,13 +137,7 @@ def flash_bwd_dkv_kernel(
         dout_pointers = tile_pointers(
             dout_ptr + head * dout_tensor.stride_h, first_rows, dims_v, dout_tensor.stride_m, 1
         )
-        mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
-        if rules.HAS_MASK:
-            mask_ptr = pairs_of_head(rules.mask, batch, head)
-        if rules.HAS_BIAS:
-            bias_ptr = pairs_of_head(rules.bias, batch, head)
-        if rules.HAS_ALIBI:
-            slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
+        mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
         for row_tile in range(first, row_end, BLOCK_M):
             at_edge = (row_tile < whole_begin) | (row_tile >= whole_end)
             rows = row_tile + first_rows

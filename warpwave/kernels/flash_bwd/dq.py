@@ -33,10 +33,9 @@ from warpwave.kernels.primitives import (
     load_tile,
     operand,
     packed_sequence,
-    pairs_of_head,
     product,
     rounded,
-    slope_in_bits,
+    rules_of_head,
     softmax_step,
     tile_pointers,
     transposed,
@@ -140,13 +139,7 @@ def flash_bwd_dq_kernel(
     dout_ptr += batch * dout_tensor.stride_b + head * dout_tensor.stride_h
     out_ptr += batch * out_tensor.stride_b + head * out_tensor.stride_h
     line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
-    mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
-    if rules.HAS_MASK:
-        mask_ptr = pairs_of_head(rules.mask, batch, head)
-    if rules.HAS_BIAS:
-        bias_ptr = pairs_of_head(rules.bias, batch, head)
-    if rules.HAS_ALIBI:
-        slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
+    mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
 
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)

@@ -45,12 +45,13 @@ from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
 from warpwave.kernels.flash_fwd.costs import cost
 from warpwave.kernels.groups import Descales, Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
+from warpwave.kernels.partials import lse_of, with_sink
 from warpwave.kernels.prepass import split_ahead
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.kernels.primitives import (
-    LN_2,
     LOG2_E,
     add_bias,
+    band_edges,
     band_visible,
     in_elements,
     key_ranges,
@@ -59,10 +60,9 @@ from warpwave.kernels.primitives import (
     only_rows,
     operand,
     packed_sequence,
-    pairs_of_head,
     product,
     rounded,
-    slope_in_bits,
+    rules_of_head,
     softmax_step,
     tanh,
     tile_pointers,
@@ -165,20 +165,10 @@ def flash_fwd_kernel(
     out_ptr += batch * out_tensor.stride_b + head * out_tensor.stride_h
     if WRITE_LSE:
         lse_ptr += batch * lse_tensor.stride_b + head * lse_tensor.stride_h
-    mask_ptr, bias_ptr, slope_log2 = rules.mask.ptr, rules.bias.ptr, 0.0
-    if rules.HAS_MASK:
-        mask_ptr = pairs_of_head(rules.mask, batch, head)
-    if rules.HAS_BIAS:
-        bias_ptr = pairs_of_head(rules.bias, batch, head)
-    if rules.HAS_ALIBI:
-        slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
+    mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
 
     # The band of visible keys, low <= key - row <= high (problem.Band), and the ranges into which it cuts the keys.
-    last_key_offset = seqlen_k - seqlen_q
-    low = last_key_offset - window.left
-    high = last_key_offset + window.right
-    if window.TOP_LEFT:
-        high = tl.minimum(high, 0)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
     row_begin = tile * BLOCK_M
     first_rows = tl.arange(0, BLOCK_M)
     rows = row_begin + first_rows
@@ -254,7 +244,7 @@ def flash_fwd_kernel(
             bias = tl.load(bias_pointers, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
             scores = add_bias(scores, bias)
         if rules.HAS_ALIBI:
-            distance = tl.abs(rows[:, None] + last_key_offset - keys[None, :])
+            distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
             scores -= slope_log2 * distance.to(tl.float32)
         if at_edge:
             visible = band_visible(rows, keys, low, high, window.HAS_LOW, window.HAS_HIGH) & (keys < key_end)[None, :]
@@ -300,18 +290,8 @@ def flash_fwd_kernel(
             v_factor = tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)
             acc = acc * alpha[:, None] + of_tile * v_factor
 
-    if HAS_SINKS:
-        # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
-        # probabilities of lower scores out of the range of 16 bits.
-        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
-        m_new = tl.maximum(m_i, sink_log2)
-        m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.math.exp2(m_i - m_shift)
-        acc = acc * alpha[:, None]
-        l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)
-        m_i = m_new
-    # A row that saw no key has sum 0: its output is 0 and its log-sum-exp minus infinity.
-    out = acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    m_i, l_i, row_scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    out = acc * row_scale[:, None]
     if dropout.HAS_DROPOUT:
         out = out * dropout.scale
     if descales.QUANTIZED:
@@ -322,8 +302,7 @@ def flash_fwd_kernel(
     inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
     if WRITE_LSE:
-        lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.math.log2(l_i)) * LN_2)
-        tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)
+        tl.store(lse_ptr + rows, lse_of(m_i, l_i), mask=rows < seqlen_q)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------

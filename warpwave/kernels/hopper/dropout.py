@@ -27,12 +27,6 @@ class Dropout:
     threshold: gl.tensor
     scale: gl.tensor
 
-    @constexpr_function
-    def __init__(self, seed_ptr, threshold, scale):
-        self.seed_ptr = seed_ptr
-        self.threshold = threshold
-        self.scale = scale
-
 
 @aggregate
 class HeadDropout:
@@ -49,14 +43,6 @@ class HeadDropout:
     head: gl.tensor
     threshold: gl.tensor
     scale: gl.tensor
-
-    @constexpr_function
-    def __init__(self, key, batch, head, threshold, scale):
-        self.key = key
-        self.batch = batch
-        self.head = head
-        self.threshold = threshold
-        self.scale = scale
 
 
 @constexpr_function

@@ -25,12 +25,6 @@ class OfKeys:
     strides: gl.tuple
     BLOCK: gl.constexpr
 
-    @constexpr_function
-    def __init__(self, ptr, strides, BLOCK):
-        self.ptr = ptr
-        self.strides = strides
-        self.BLOCK = gl.constexpr(BLOCK)
-
 
 @aggregate
 class Factors:
@@ -50,14 +44,6 @@ class Factors:
     group_size: gl.tensor
     Q_BLOCK: gl.constexpr
 
-    @constexpr_function
-    def __init__(self, q_ptr, q_strides, of_k, group_size, Q_BLOCK):
-        self.q_ptr = q_ptr
-        self.q_strides = q_strides
-        self.of_k = of_k
-        self.group_size = group_size
-        self.Q_BLOCK = gl.constexpr(Q_BLOCK)
-
 
 @aggregate
 class OfHead:
@@ -67,13 +53,6 @@ class OfHead:
     stride: gl.tensor
     seqlen_k: gl.tensor
     BLOCK: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, ptr, stride, seqlen_k, BLOCK):
-        self.ptr = ptr
-        self.stride = stride
-        self.seqlen_k = seqlen_k
-        self.BLOCK = gl.constexpr(BLOCK)
 
 
 @constexpr_function

@@ -40,15 +40,6 @@ class Ring:
     named: gl.constexpr  # the first of `stages` named barriers that replace `empty`, or 0
     parts: gl.constexpr  # parts of a float32 tile, consecutive in its stage; 1 for 16-bit types
 
-    @constexpr_function
-    def __init__(self, pieces, full, empty, stages, named, parts):
-        self.pieces = pieces
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
-        self.named = gl.constexpr(named)
-        self.parts = gl.constexpr(parts)
-
 
 @jit
 def buffers(maps, COUNT: gl.constexpr):

@@ -40,12 +40,6 @@ class Mailbox:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @constexpr_function
-    def __init__(self, words, full, empty):
-        self.words = words
-        self.full = full
-        self.empty = empty
-
 
 @aggregate
 class Work:
@@ -66,16 +60,6 @@ class Work:
     k_begin: gl.tensor
     seqlen_k: gl.tensor
 
-    @constexpr_function
-    def __init__(self, tile, batch, head, q_begin, seqlen_q, k_begin, seqlen_k):
-        self.tile = tile
-        self.batch = batch
-        self.head = head
-        self.q_begin = q_begin
-        self.seqlen_q = seqlen_q
-        self.k_begin = k_begin
-        self.seqlen_k = seqlen_k
-
 
 @aggregate
 class Schedule:
@@ -94,25 +78,6 @@ class Schedule:
     total_k: gl.tensor
     cu_seqlens_q_ptr: gl.tensor
     cu_seqlens_k_ptr: gl.tensor
-
-    @constexpr_function
-    def __init__(
-        self, counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k,
-        total_q, total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    ):  # fmt: skip
-        self.counter_ptr = counter_ptr
-        self.num_tiles = num_tiles
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.batch = batch
-        self.tiles_per_head = tiles_per_head
-        self.heads_in_l2 = heads_in_l2
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.total_q = total_q
-        self.total_k = total_k
-        self.cu_seqlens_q_ptr = cu_seqlens_q_ptr
-        self.cu_seqlens_k_ptr = cu_seqlens_k_ptr
 
 
 @jit

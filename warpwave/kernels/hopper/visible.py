@@ -4,7 +4,7 @@
 
 from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
 from warpwave.kernels.hopper.parts import ROWS
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
+from warpwave.runtime.gluon_or_stub import aggregate, gl, jit
 
 
 @aggregate
@@ -29,56 +29,9 @@ class Rules:
     VALUES_FIRST: gl.constexpr
     PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
-    ALIGN_KEYS: gl.constexpr  # whether tiles of keys begin at multiples of their length
-    dropout: object  # dropout.Dropout, in a consumer that of its head; () without dropout
-    factors: object  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
-
-    @constexpr_function
-    def __init__(
-        self,
-        scale,
-        softcap_log2,
-        window_left,
-        window_right,
-        GROUPS,
-        BLOCK_N,
-        HAS_LOW,
-        HAS_HIGH,
-        TOP_LEFT,
-        HAS_ALIBI,
-        HAS_SOFTCAP,
-        HAS_SINKS,
-        IS_VARLEN,
-        WRITE_LSE,
-        OWN_OUT,
-        VALUES_FIRST,
-        PARTS,
-        HEAD_DIM_V,
-        ALIGN_KEYS=False,
-        dropout=None,
-        factors=None,
-    ):
-        self.scale = scale
-        self.softcap_log2 = softcap_log2
-        self.window_left = window_left
-        self.window_right = window_right
-        self.GROUPS = gl.constexpr(GROUPS)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.HAS_LOW = gl.constexpr(HAS_LOW)
-        self.HAS_HIGH = gl.constexpr(HAS_HIGH)
-        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.IS_VARLEN = gl.constexpr(IS_VARLEN)
-        self.WRITE_LSE = gl.constexpr(WRITE_LSE)
-        self.OWN_OUT = gl.constexpr(OWN_OUT)
-        self.VALUES_FIRST = gl.constexpr(VALUES_FIRST)
-        self.PARTS = gl.constexpr(PARTS)
-        self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
-        self.ALIGN_KEYS = gl.constexpr(ALIGN_KEYS)
-        self.dropout = gl.tuple([]) if dropout is None else dropout
-        self.factors = gl.tuple([]) if factors is None else factors
+    ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length
+    dropout: object = None  # dropout.Dropout, in a consumer that of its head; () without dropout
+    factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
 
 
 @jit
@@ -117,13 +70,6 @@ class Keys:
     end: gl.tensor
     low: gl.tensor
     high: gl.tensor
-
-    @constexpr_function
-    def __init__(self, begin, end, low, high):
-        self.begin = begin
-        self.end = end
-        self.low = low
-        self.high = high
 
 
 @jit
@@ -180,12 +126,6 @@ class Place:
     row_first: gl.tensor
     offset: gl.tensor
     slope_log2: gl.tensor
-
-    @constexpr_function
-    def __init__(self, row_first, offset, slope_log2):
-        self.row_first = row_first
-        self.offset = offset
-        self.slope_log2 = slope_log2
 
 
 @jit

@@ -25,11 +25,13 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import Run
 from warpwave.kernels.cost import Cost
+from warpwave.kernels.groups import Sequences, Tokens, Window
 from warpwave.kernels.ladder import three_passes
-from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALIZED, Launches, Product
-from warpwave.kernels.primitives import band_edges, packed_sequence, rounded, visible_keys
+from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALIZED, Launches, Product, place_of_tile
+from warpwave.kernels.primitives import band_edges, rounded, rows_and_keys, visible_keys
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -53,10 +55,7 @@ class Config:
     num_warps: int
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
+        rules.check_sizes(self, {"block_m": 16, "block_n": 16, "num_warps": 1})
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
@@ -64,71 +63,42 @@ class Config:
 
 @jit(do_not_specialize=UNSPECIALIZED)
 def naive_scores_kernel(
-    q_ptr,
-    k_ptr,
+    q_tensor: Tokens,
+    k_tensor: Tokens,
     scores_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_kd,
+    sequences: Sequences,
+    window: Window,
     stride_sm,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     num_heads_q,
     group_size,
-    window_left,
-    window_right,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
 ):
     """Computes raw scores of BLOCK_M queries with BLOCK_N keys of one head, if by position one of them sees another."""
-    num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
-    num_tiles_n = tl.cdiv(seqlen_k, BLOCK_N)
-    tile_n = tl.program_id(0) % num_tiles_n
-    tile_m = tl.program_id(0) // num_tiles_n % num_tiles_m
-    batch_head = (tl.program_id(0) // num_tiles_n // num_tiles_m).to(tl.int64)
-    head = batch_head % num_heads_q
-    batch = batch_head // num_heads_q
-    scores_ptr += batch_head * seqlen_q * stride_sm
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head // group_size * stride_kh
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        q_ptr += q_begin * stride_qm
-        k_ptr += k_begin * stride_kn
+    num_tiles_m, num_tiles_n = tl.cdiv(sequences.seqlen_q, BLOCK_M), tl.cdiv(sequences.seqlen_k, BLOCK_N)
+    tile_m, tile_n, head, batch, batch_head = place_of_tile(num_tiles_m, num_tiles_n, num_heads_q)
+    scores_ptr += batch_head * sequences.seqlen_q * stride_sm
+    q_ptr, k_ptr, _, seqlen_q, seqlen_k = rows_and_keys(q_tensor, k_tensor, sequences, batch, head, group_size)
     row_begin = tile_m * BLOCK_M
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     if (row_begin > row_last) | (tile_n * BLOCK_N >= key_end) | ((tile_n + 1) * BLOCK_N <= key_begin):
         return
 
     rows = row_begin + tl.arange(0, BLOCK_M)
     keys = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Threads beyond the edge read the edge again; their results are not stored.
-    q_pointers = q_ptr + tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_qm
-    k_pointers = k_ptr + tl.minimum(keys, seqlen_k - 1).to(tl.int64) * stride_kn
+    q_pointers = q_ptr + tl.minimum(rows, seqlen_q - 1).to(tl.int64) * q_tensor.stride_m
+    k_pointers = k_ptr + tl.minimum(keys, seqlen_k - 1).to(tl.int64) * k_tensor.stride_m
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(HEAD_DIM):
         q = tl.load(q_pointers).to(tl.float32)  # [BLOCK_M]
         k = tl.load(k_pointers).to(tl.float32)  # [BLOCK_N]
         scores += q[:, None] * k[None, :]
-        q_pointers += stride_qd
-        k_pointers += stride_kd
+        q_pointers += q_tensor.stride_d
+        k_pointers += k_tensor.stride_d
     inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
     tl.store(scores_ptr + (rows.to(tl.int64)[:, None] * stride_sm + keys[None, :]), scores, mask=inside)
 
@@ -137,74 +107,47 @@ def naive_scores_kernel(
 def naive_values_kernel(
     scores_ptr,
     row_scale_ptr,
-    v_ptr,
-    out_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_vd,
-    stride_ob,
-    stride_om,
-    stride_oh,
+    v_tensor: Tokens,
+    out_tensor: Tokens,
+    sequences: Sequences,
+    window: Window,
     stride_sm,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     num_heads_q,
     group_size,
-    window_left,
-    window_right,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
 ):
     """Computes BLOCK_N columns of the output of BLOCK_M queries of one head, over all keys that some of them sees."""
-    num_tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     num_tiles_n: tl.constexpr = (HEAD_DIM_V + BLOCK_N - 1) // BLOCK_N
-    tile_n = tl.program_id(0) % num_tiles_n
-    tile_m = tl.program_id(0) // num_tiles_n % num_tiles_m
-    batch_head = (tl.program_id(0) // num_tiles_n // num_tiles_m).to(tl.int64)
-    head = batch_head % num_heads_q
-    batch = batch_head // num_heads_q
-    scores_ptr += batch_head * seqlen_q * stride_sm
-    row_scale_ptr += batch_head * seqlen_q
-    v_ptr += batch * stride_vb + head // group_size * stride_vh
-    out_ptr += batch * stride_ob + head * stride_oh
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        k_begin, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
-        v_ptr += k_begin * stride_vn
-        out_ptr += q_begin * stride_om
+    num_tiles_m = tl.cdiv(sequences.seqlen_q, BLOCK_M)
+    tile_m, tile_n, head, batch, batch_head = place_of_tile(num_tiles_m, num_tiles_n, num_heads_q)
+    scores_ptr += batch_head * sequences.seqlen_q * stride_sm
+    row_scale_ptr += batch_head * sequences.seqlen_q
+    out_ptr, v_ptr, _, seqlen_q, seqlen_k = rows_and_keys(out_tensor, v_tensor, sequences, batch, head, group_size)
     row_begin = tile_m * BLOCK_M
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
     if row_begin > row_last:
         return
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
 
     rows = row_begin + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Threads beyond the edge read the edge again; their results are not stored.
     p_pointers = scores_ptr + (tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_sm + key_begin)
-    v_pointers = v_ptr + tl.minimum(columns, HEAD_DIM_V - 1).to(tl.int64) * stride_vd
-    v_pointers += tl.cast(key_begin, tl.int64) * stride_vn
+    v_pointers = v_ptr + tl.minimum(columns, HEAD_DIM_V - 1).to(tl.int64) * v_tensor.stride_d
+    v_pointers += tl.cast(key_begin, tl.int64) * v_tensor.stride_m
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in range(key_begin, key_end):
         p = tl.load(p_pointers)  # [BLOCK_M]
         v = tl.load(v_pointers).to(tl.float32)  # [BLOCK_N]
         acc += tl.where((p == HIDDEN)[:, None], 0.0, p[:, None] * v[None, :])
         p_pointers += 1
-        v_pointers += stride_vn
+        v_pointers += v_tensor.stride_m
     out = acc * tl.load(row_scale_ptr + rows, mask=rows < seqlen_q, other=0.0)[:, None]
     inside = (rows < seqlen_q)[:, None] & (columns < HEAD_DIM_V)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * stride_om + columns[None, :]
+    offsets = rows.to(tl.int64)[:, None] * out_tensor.stride_m + columns[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
 
 

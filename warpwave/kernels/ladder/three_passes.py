@@ -33,17 +33,11 @@ from warpwave.kernels.arguments import (
     token_strides,
     window,
 )
-from warpwave.kernels.cost import ODD_ROWS, Cost, odd_rows, visited_tiles, walk
-from warpwave.kernels.primitives import (
-    LN_2,
-    LOG2_E,
-    add_bias,
-    band_edges,
-    band_visible,
-    packed_sequence,
-    tanh,
-    visible_keys,
-)
+from warpwave.kernels.cost import ODD_ROWS, Cost, bytes_per_score, in_turn, odd_rows, visited_tiles, walk
+from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
+from warpwave.kernels.partials import lse_of, with_sink
+from warpwave.kernels.primitives import band_edges, packed_sequence, visible_keys
+from warpwave.kernels.scores import rules_of_rows, score_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
@@ -51,11 +45,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 HIDDEN = tl.constexpr(-1.0)  # marks a hidden pair in P, whose value must have no effect even if it is NaN
 SOFTMAX_ROWS, SOFTMAX_KEYS = 16, 128  # a tile of the softmax: 8 scores a thread, and rows of 512 bytes
 LINE = tl.constexpr(16)  # scores of a line of 64 bytes; rows are whole lines, so that a thread moves 16 bytes
-UNSPECIALIZED = [
-    *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_bias_b", "stride_bias_h", "stride_alibi_b"),
-    *("stride_alibi_h", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads_q", "group_size", "window_left"),
-    "window_right",
-]
+UNSPECIALIZED = ["num_heads_q", "group_size"]
 SOFTMAX_SMEM_BYTES = 1024  # to find maxima and sums over warps
 MAX_SCORES_BYTES = 16 * 1024**3  # 16 heads of 16,384 x 16,384; more memory is better spent otherwise
 
@@ -69,51 +59,30 @@ def whole_lines(key_begin, key_end):
     return key_begin // LINE * LINE, tl.cdiv(tl.maximum(key_end, 0), LINE) * LINE
 
 
+@jit
+def place_of_tile(num_tiles_m, num_tiles_n, num_heads_q):
+    """Returns row and column of a product's tile, and its head, batch item, and head counted over the batch, 64-bit."""
+    tile_n = tl.program_id(0) % num_tiles_n
+    tile_m = tl.program_id(0) // num_tiles_n % num_tiles_m
+    batch_head = (tl.program_id(0) // num_tiles_n // num_tiles_m).to(tl.int64)
+    return tile_m, tile_n, batch_head % num_heads_q, batch_head // num_heads_q, batch_head
+
+
 @jit(do_not_specialize=UNSPECIALIZED)
 def softmax_rows_kernel(
     scores_ptr,
     row_scale_ptr,
-    lse_ptr,
-    mask_ptr,
-    bias_ptr,
-    alibi_slopes_ptr,
+    lse_tensor: OfHeads,
+    rules: ScoreRules,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
+    sequences: Sequences,
+    window: Window,
     stride_sm,
-    stride_lb,
-    stride_lh,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_m,
-    stride_mask_n,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    stride_bias_n,
-    stride_alibi_b,
-    stride_alibi_h,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
     num_heads_q,
-    window_left,
-    window_right,
-    softmax_scale,
-    softcap,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     RANGE_ROWS: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
     """Converts raw scores of ROWS queries of one head to unnormalized probabilities, in place, and writes the factor of
@@ -122,6 +91,7 @@ def softmax_rows_kernel(
     It covers the lines of the keys that some query of its RANGE_ROWS sees, which the products' query tiles cover. Raw
     scores that no product wrote are hidden by position, whatever the memory holds.
     """
+    seqlen_q, seqlen_k, lse_ptr = sequences.seqlen_q, sequences.seqlen_k, lse_tensor.ptr
     num_tiles = tl.cdiv(seqlen_q, ROWS)
     tile = tl.program_id(0) % num_tiles
     batch_head = tl.program_id(0) // num_tiles
@@ -129,25 +99,21 @@ def softmax_rows_kernel(
     batch = (batch_head // num_heads_q).to(tl.int64)
     row_scale_ptr += batch_head.to(tl.int64) * seqlen_q
     scores_ptr += batch_head.to(tl.int64) * seqlen_q * stride_sm
-    if IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(cu_seqlens_q_ptr, batch, seqlen_q, total_q)
-        _, seqlen_k = packed_sequence(cu_seqlens_k_ptr, batch, seqlen_k, total_k)
+    if sequences.IS_VARLEN:
+        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
+        _, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
         if tile * ROWS >= seqlen_q:
             return
         if WRITE_LSE:
             lse_ptr += q_begin
     rows = tile * ROWS + tl.arange(0, ROWS)
     range_begin = tile * ROWS // RANGE_ROWS * RANGE_ROWS
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
+    row_inside = rows < seqlen_q
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
     range_last = tl.minimum(range_begin + RANGE_ROWS, seqlen_q) - 1
-    key_begin, key_end = visible_keys(range_begin, range_last, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    key_begin, key_end = visible_keys(range_begin, range_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     line_begin, line_end = whole_lines(key_begin, key_end)
-    if HAS_MASK:
-        mask_ptr += batch * stride_mask_b + head * stride_mask_h
-    if HAS_BIAS:
-        bias_ptr += batch * stride_bias_b + head * stride_bias_h
-    if HAS_ALIBI:
-        slope_log2 = tl.load(alibi_slopes_ptr + batch * stride_alibi_b + head * stride_alibi_h) * LOG2_E
+    mask_rows, bias_rows, slopes_log2 = rules_of_rows(rules, batch, head, rows)
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
@@ -157,26 +123,13 @@ def softmax_rows_kernel(
         m_shift = tl.where(m_i == float("-inf"), 0.0, m_i)  # for a row that sees no key
         for key_tile in range(line_begin, line_end, KEYS):
             keys = key_tile + tl.arange(0, KEYS)
-            inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
-            in_lines = (rows < seqlen_q)[:, None] & (keys < line_end)[None, :]
+            in_lines = row_inside[:, None] & (keys < line_end)[None, :]
             pointers = scores_ptr + (rows.to(tl.int64)[:, None] * stride_sm + keys[None, :])
-            scores = tl.load(pointers, mask=in_lines, other=0.0)  # [ROWS, KEYS]
-            if HAS_SOFTCAP:
-                scores = softcap * tanh(scores * (softmax_scale / softcap)) * LOG2_E
-            else:
-                scores = scores * (softmax_scale * LOG2_E)
-            if HAS_BIAS:
-                offsets = rows.to(tl.int64)[:, None] * stride_bias_m + keys.to(tl.int64)[None, :] * stride_bias_n
-                bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)  # [ROWS, KEYS]
-                scores = add_bias(scores, bias)
-            if HAS_ALIBI:
-                distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
-                scores -= slope_log2 * distance.to(tl.float32)
-            visible = inside & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
-            if HAS_MASK:
-                offsets = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
-                visible = visible & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)  # [ROWS, KEYS]
-            scores = tl.where(visible, scores, float("-inf"))
+            raw = tl.load(pointers, mask=in_lines, other=0.0)  # [ROWS, KEYS]
+            scores = score_bits(
+                raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, bias_rows,
+                slopes_log2, rules, window,
+            )  # fmt: skip
             if sweep == 0:
                 m_i = tl.maximum(m_i, tl.max(scores, 1))
             else:
@@ -184,21 +137,12 @@ def softmax_rows_kernel(
                 l_i += tl.sum(p, 1)
                 tl.store(pointers, tl.where(scores == float("-inf"), HIDDEN, p), mask=in_lines)
 
-    alpha = tl.full([ROWS], 1.0, tl.float32)
-    if HAS_SINKS:
-        # The sink is one more key, whose value is zero. P stays relative to the maximum over keys: relative to a
-        # dominant sink, low probabilities would leave the range of 16 bits.
-        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
-        m_new = tl.maximum(m_i, sink_log2)
-        m_shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.math.exp2(m_i - m_shift)
-        l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)
-        m_i = m_new
-    # A row that saw no key has sum 0: its output is 0 and its log-sum-exp minus infinity.
-    tl.store(row_scale_ptr + rows, tl.math.div_rn(alpha, tl.where(l_i == 0.0, 1.0, l_i)), mask=rows < seqlen_q)
+    # P stays relative to the maximum over keys.
+    m_i, l_i, row_scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    tl.store(row_scale_ptr + rows, row_scale, mask=row_inside)
     if WRITE_LSE:
-        lse = tl.where(l_i == 0.0, float("-inf"), (m_i + tl.math.log2(l_i)) * LN_2)
-        tl.store(lse_ptr + batch * stride_lb + head * stride_lh + rows, lse, mask=rows < seqlen_q)
+        lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
+        tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -208,7 +152,7 @@ class Product(NamedTuple):
     """One of a kernel's two products.
 
     Args:
-        kernel: its signature is (tensors, strides of its two operands or of v and out, stride_sm, sizes, constants).
+        kernel: takes its tensors, Sequences, Window, stride_sm, num_heads_q, group_size, and constants.
         programs: programs per head.
         constants: its own, in addition to those of the band.
         options: launch options.
@@ -282,7 +226,7 @@ def specify(
     scores, row_scale = _workspace(problem, out.device)
     heads = problem.batch * problem.num_heads_q
     band, varlen = band_constants(problem), {"IS_VARLEN": problem.packed}
-    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.num_heads_q)
+    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem))
     group_size = problem.num_heads_q // problem.num_heads_kv
     stride_sm = score_row(problem)
 
@@ -291,7 +235,7 @@ def specify(
             kernel=which.kernel,
             grid=which.programs * heads,
             tensors=(*tensors, *cu_seqlens),
-            scalars=(*strides, stride_sm, *lengths, group_size, *window(problem)),
+            scalars=(*strides, *lengths, stride_sm, problem.num_heads_q, group_size),
             constants={**which.constants, **band, **varlen},
             options=which.options,
         )
@@ -301,15 +245,15 @@ def specify(
         grid=-(-problem.seqlen_q // SOFTMAX_ROWS) * heads,
         tensors=(scores, row_scale, lse, mask, bias, slopes, sinks, *cu_seqlens),
         scalars=(
-            stride_sm,
             *lse_strides(problem),
             *broadcast_strides(mask),
             *broadcast_strides(bias),
             *slope_strides(slopes),
-            *lengths,
-            *window(problem),
             problem.softmax_scale,
             problem.softcap,
+            *lengths,
+            stride_sm,
+            problem.num_heads_q,
         ),
         constants={
             "ROWS": SOFTMAX_ROWS,
@@ -328,7 +272,7 @@ def specify(
     return (
         product(score, (q, k, scores), (*q_strides, *k_strides)),
         softmax,
-        product(sum_values, (scores, row_scale, v, out), (*v_strides, *token_strides(problem, out)[:-1])),
+        product(sum_values, (scores, row_scale, v, out), (*v_strides, *token_strides(problem, out)[:-1], 1)),
     )
 
 
@@ -365,8 +309,8 @@ def cost(
         smem_bytes: of the product that needs more.
         threads: of a block of the products.
         registers: of a thread of each product, in addition to its elements of a tile.
-        bytes_of_pair: bytes that multiply-adds read from shared memory or L1 for a query, a key and a column, by
-        product.
+        bytes_of_pair: bytes that multiply-adds read from shared memory or L1 for a query, a key and a column, for each
+            product.
         split: the number of conversions to parts for a number of elements of operands.
     """
     size, heads = DTYPE_BYTES[problem.dtype], problem.batch * problem.num_heads_q
@@ -378,8 +322,7 @@ def cost(
     summed = sums.tiles * step  # keys, over all query tiles
     softmax_rows = max(SOFTMAX_ROWS, block_m)
     covered = visited_tiles(problem, softmax_rows, 1) * softmax_rows  # tiles of one key: the exact visible width
-    beside = 0 if problem.mask_shape is None else 1
-    beside += 0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    beside = bytes_per_score(problem)
     rows = problem.rows * problem.num_heads_q
 
     def inside(tile: int) -> float:
@@ -433,17 +376,6 @@ def cost(
         operand_bytes=int(summed * block_m * column_tiles * columns * bytes_of_pair[1]),
         conversions=split(summed * column_tiles * (block_m + columns)),
     )
-    parts = (score, softmax, sum_values)
-    return Cost(
-        blocks=sum(part.blocks for part in parts),
-        flops=sum(part.flops for part in parts),
-        exponentials=covered,
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-        smem_bytes=smem_bytes,
-        workspace_bytes=scores_bytes(problem) + 4 * heads * problem.seqlen_q,
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop="one query" if problem.seqlen_q == 1 else ODD_ROWS if odd_rows(problem) else "",
-        launches=3,
-        parts=parts,
-    )
+    workspace = scores_bytes(problem) + 4 * heads * problem.seqlen_q
+    loop = "one query" if problem.seqlen_q == 1 else ODD_ROWS if odd_rows(problem) else ""
+    return in_turn((score, softmax, sum_values), workspace, loop)

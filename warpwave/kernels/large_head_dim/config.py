@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpwave.gpu import WGMMA_ROWS, Gpu
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import SWIZZLE_WIDTH, padded, split_operand
 from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -44,17 +45,12 @@ class Config:
     by_map: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("block_d", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        for name in ("v_parts", "num_splits", "num_stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        sizes = {"block_m": 16, "block_n": 16, "block_d": 16, "num_warps": 1}
+        rules.check_sizes(self, sizes, ("v_parts", "num_splits", "num_stages"))
         if self.block_m >= WGMMA_ROWS and self.block_d < SWIZZLE_WIDTH:
             raise ValueError(
-                f"block_d is {self.block_d} beside block_m {self.block_m}; from {WGMMA_ROWS} rows on it must be at "
-                f"least {SWIZZLE_WIDTH}"
+                f"block_d is {self.block_d} and block_m {self.block_m}; from block_m {WGMMA_ROWS} on, block_d must be "
+                f"at least {SWIZZLE_WIDTH}"
             )
 
 

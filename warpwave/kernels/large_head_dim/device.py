@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from warpwave.kernels.groups import OfHeads, Pages, Partials, ScoreRules, Sequences, Tokens, Window
 from warpwave.kernels.paged_keys import cached_sequence, pages_of
-from warpwave.kernels.partials import inverse_sum, join, lse_of
+from warpwave.kernels.partials import lse_of, with_sink
 from warpwave.kernels.primitives import (
-    LOG2_E,
     band_edges,
     load_tile,
     operand,
     packed_sequence,
-    pairs_of_head,
     product,
     rounded,
     softmax_step,
     transposed,
     visible_keys,
 )
-from warpwave.kernels.scores import score_bits, without_unseen
+from warpwave.kernels.scores import rules_of_rows, score_bits, without_unseen
 from warpwave.runtime.triton_or_stub import jit, tl
 
 UNSPECIALIZED = ["num_units", "group_size", "rows_heads"]
@@ -115,14 +113,7 @@ def large_head_dim_kernel(
     )  # [BLOCK_M]
     k_ptr += kv_head * k_tensor.stride_h
     v_ptr += kv_head * v_tensor.stride_h
-    mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
-    if rules.HAS_MASK:
-        mask_rows = pairs_of_head(rules.mask, batch, heads) + row_offsets * rules.mask.stride_m
-    if rules.HAS_BIAS:
-        bias_rows = pairs_of_head(rules.bias, batch, heads) + row_offsets * rules.bias.stride_m
-    if rules.HAS_ALIBI:
-        slopes = rules.alibi_slopes.ptr + batch * rules.alibi_slopes.stride_b + heads * rules.alibi_slopes.stride_h
-        slopes_log2 = tl.load(slopes, mask=row_inside, other=0.0) * LOG2_E
+    mask_rows, bias_rows, slopes_log2 = rules_of_rows(rules, batch, heads, rows)
 
     low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
     row_begin = tile * BLOCK_M // HEADS
@@ -212,13 +203,7 @@ def large_head_dim_kernel(
         out_rows = splits.acc_ptr + slots * HEAD_DIM_V
         row_inside = row_inside & (l_i != 0.0)  # the merge does not read the others
     else:
-        scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        if HAS_SINKS:
-            # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
-            # probabilities of lower scores out of the range of 16 bits.
-            sink_log2 = tl.load(sinks_ptr + heads, mask=row_inside, other=0.0) * LOG2_E
-            m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-        scale = scale * inverse_sum(l_i)
+        m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, heads, HAS_SINKS)
         out_rows = out_ptr + (
             batch * out_tensor.stride_b + row_offsets * out_tensor.stride_m + heads * out_tensor.stride_h
         )

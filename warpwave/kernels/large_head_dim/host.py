@@ -44,6 +44,7 @@ from warpwave.kernels.arguments import (
 from warpwave.kernels.cost import (
     ODD_ROWS,
     Cost,
+    bytes_per_score,
     conversions,
     launch_order,
     merging,
@@ -240,9 +241,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     scores = visited * config.block_m * config.block_n * config.v_parts
     rows = problem.rows * problem.num_heads_q
     resident = rows if config.q_resident else visited * config.block_m
-    beside = (0 if problem.mask_shape is None else 1) + (
-        0 if problem.bias_shape is None else DTYPE_BYTES[problem.bias_dtype or problem.dtype]
-    )
+    beside = bytes_per_score(problem)
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     workspace = partials.workspace_bytes(problem, config.num_splits) if config.num_splits > 1 else 0
     multiply_adds = " multiply-adds" if size == 4 and dot_precision(problem, gpu) == "ieee" else ""

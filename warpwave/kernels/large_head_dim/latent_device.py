@@ -36,7 +36,6 @@ from warpwave.kernels.hopper.rows import row_vectors
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
-    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -73,16 +72,6 @@ class Share:
     last: gl.tensor
     begin: gl.tensor
     end: gl.tensor
-
-    @constexpr_function
-    def __init__(self, batch, split, table_row, first, last, begin, end):
-        self.batch = batch
-        self.split = split
-        self.table_row = table_row
-        self.first = first
-        self.last = last
-        self.begin = begin
-        self.end = end
 
 
 @jit

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import partials
+from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.large_head_dim.latent_device import latent_decode_kernel
@@ -27,25 +27,20 @@ OTHERS = tuple(CachedOperands._fields.index(name) + 4 for name in ("sinks", "pag
 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why this launch cannot compute a problem on this GPU, whatever its v is."""
-    there = {
+    others = {
         f"a GPU of {gpu.arch}": gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
         "several queries a sequence": problem.seqlen_q != 1,
-        "packed sequences": problem.packed,
         "several heads of keys": problem.num_heads_kv != 1,
         f"more than {HEADS} query heads": problem.num_heads_q > HEADS,
-        "a mask": problem.mask_shape is not None,
-        "a bias": problem.bias_shape is not None,
-        "ALiBi slopes": problem.alibi_shape is not None,
-        "softcap": problem.softcap > 0,
         f"pages of {problem.page_size}": problem.page_size not in (0, 16, 32) and problem.page_size % KEYS != 0,
         f"head_dim {problem.head_dim}": problem.head_dim % 8 != 0,
         "values wider than keys": problem.head_dim_v > problem.head_dim,
     }
-    reasons = [f"the launch for latents does not support {name}" for name, is_there in there.items() if is_there]
-    if not reasons and stages(problem, gpu) < boxes(problem):
-        reasons.append(f"head_dim {problem.head_dim} does not fit half of a multiprocessor's shared memory")
-    return reasons
+    found = reasons.of_features(problem, "the launch for latents does not support", others)
+    if not found and stages(problem, gpu) < boxes(problem):
+        found.append(f"head_dim {problem.head_dim} does not fit half of a multiprocessor's shared memory")
+    return found
 
 
 def boxes(problem: AttentionProblem) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpwave.gpu import Gpu, reads_shared_memory
+from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, tile_widths
 from warpwave.kernels.cost import Walk, bytes_per_score, walk
 from warpwave.kernels.split_kv import few_rows_host as few_rows
@@ -44,20 +45,14 @@ class Config:
     roles: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        for name in ("num_stages", "num_splits"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        rules.check_sizes(self, {"block_m": 16, "block_n": 16, "num_warps": 1}, ("num_stages", "num_splits"))
         if self.pieces < 0 or (self.pieces and self.pieces < max(2, self.num_splits)):
             raise ValueError(f"pieces is {self.pieces}; it must be 0, or at least 2 and num_splits = {self.num_splits}")
         has = (self.block_m, self.num_warps, self.pieces, self.by_map)
         if self.roles and (has != (few_rows.ROWS, 4, 0, True) or not 64 <= self.block_n <= 256):
             raise ValueError(
-                f"{self} has roles; roles need tiles of {few_rows.ROWS} x 64, 128 or 256 on 4 warps, by_map, and no "
-                "pieces"
+                f"{self} has roles=True; this needs block_m {few_rows.ROWS}, block_n 64, 128 or 256, num_warps 4, "
+                "by_map=True and pieces 0"
             )
 
 
@@ -107,8 +102,8 @@ def num_parts(config: Config) -> int:
 
 
 def one_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Returns whether a split has at most one tile of keys, so that Q can be loaded together with it, once; and whether
-    Q then fits shared memory."""
+    """Returns whether a block loads Q together with its keys: a split has at most one tile of keys, and the buffers of
+    both fit shared memory."""
     alone = config.pieces == 0 and not config.roles and problem.dtype != "float32"
     if not alone or config.num_stages == 1 or -(-problem.seqlen_k // config.block_n) > config.num_splits:
         return False

@@ -1,4 +1,4 @@
-"""What `split_kv` moves and computes."""
+"""The bytes that `split_kv` moves and the operations that it computes for one problem."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from warpwave.kernels.groups import (
     Window,
 )
 from warpwave.kernels.paged_keys import cached_sequence, factors_of_cells, page_ids, pages_named
-from warpwave.kernels.partials import await_launch_before_knowing, inverse_sum, join, lse_of, lse_offset
+from warpwave.kernels.partials import await_launch_before_knowing, lse_of, lse_offset, with_sink
 from warpwave.kernels.primitives import (
     IN_INTERPRETER,
     LOG2_E,
@@ -508,13 +508,8 @@ def split_kv_kernel(
         # A split without keys is stored too, so that the merge can load accumulators before it has the state.
         _store_part(splits, split, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V)
     if not IN_PARTS:
-        if HAS_SINKS:
-            # The sink is one more key, whose value is zero. It is added last: as the first maximum it would push the
-            # probabilities of lower scores out of the range of 16 bits.
-            sink_log2 = tl.load(sinks_ptr + heads) * LOG2_E
-            m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-            acc = _times(acc, scale[:, None])
-        _store_rows(out_ptr, row_head, _times(acc, inverse_sum(l_i)[:, None]), in_range, COLUMNS * dims_v, HEAD_DIM_V)
+        m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, heads, HAS_SINKS)
+        _store_rows(out_ptr, row_head, _times(acc, scale[:, None]), in_range, COLUMNS * dims_v, HEAD_DIM_V)
         if WRITE_LSE:
             offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
             tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)

@@ -65,14 +65,6 @@ class Tiles:
     stages: gl.constexpr
     boxes: gl.constexpr
 
-    @constexpr_function
-    def __init__(self, memory, full, empty, stages, boxes):
-        self.memory = memory
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
-        self.boxes = gl.constexpr(boxes)
-
 
 @aggregate
 class Call:
@@ -92,21 +84,6 @@ class Call:
     window_right: gl.tensor
     first_key: gl.tensor
     num_rows: gl.tensor
-
-    @constexpr_function
-    def __init__(
-        self, batch, head, split, num_splits, seqlen_q, capacity, window_left, window_right, first_key, num_rows
-    ):
-        self.batch = batch
-        self.head = head
-        self.split = split
-        self.num_splits = num_splits
-        self.seqlen_q = seqlen_q
-        self.capacity = capacity
-        self.window_left = window_left
-        self.window_right = window_right
-        self.first_key = first_key
-        self.num_rows = num_rows
 
 
 @constexpr_function

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.split_kv.few_rows_device import few_rows_kernel
@@ -41,20 +42,16 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 @by_kind
 def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns the reasons of `cannot` that do not depend on lengths."""
-    there = {
+    others = {
         f"a GPU of {gpu.arch}": gpu.vendor != "nvidia" or gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
         f"a cache of {problem.dtype_kv}": problem.dtype_kv is not None,
-        "packed sequences": problem.packed,
-        "a mask": problem.mask_shape is not None,
-        "a bias": problem.bias_shape is not None,
-        "ALiBi slopes": problem.alibi_shape is not None,
         "pieces that do not depend on the batch": problem.batch_invariant,
         f"pages of {problem.page_size}": 0 < problem.page_size < 16,
         f"head_dim {problem.head_dim}": problem.head_dim % 8 != 0 or problem.head_dim > WIDEST,
         f"head_dim_v {problem.head_dim_v}": problem.head_dim_v % 8 != 0 or problem.head_dim_v > WIDEST,
     }
-    return [f"{UNKNOWN} {name}" for name, is_there in there.items() if is_there]
+    return reasons.of_features(problem, UNKNOWN, others, without="softcap")
 
 
 def takes(problem: AttentionProblem, gpu: Gpu, operands: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.partials import inverse_sum, join
 from warpwave.kernels.primitives import (
@@ -205,14 +206,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why these launches cannot compute a problem's gradients; eager's are used then."""
     if gpu.vendor not in ("nvidia", "interpreter"):
         return [f"three_kernel's gradients need torch's products, float32 out of 16 bits; {gpu.name} is not NVIDIA's"]
-    there = {
-        "packed sequences": problem.packed,
-        "a mask": problem.mask_shape is not None,
-        "a bias": problem.bias_shape is not None,
-        "ALiBi slopes": problem.alibi_shape is not None,
-        "softcap": problem.softcap > 0,
-    }
-    return [f"three_kernel's gradients do not support {name}" for name, is_there in there.items() if is_there]
+    return reasons.of_features(problem, "three_kernel's gradients do not support", {})
 
 
 _bound: dict[tuple[Any, ...], Callable[..., None]] = {}

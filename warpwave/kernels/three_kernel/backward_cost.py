@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.cost import Cost
+from warpwave.kernels.cost import Cost, in_turn
 from warpwave.kernels.gradient_costs import keys_of
 from warpwave.kernels.three_kernel.backward import WHOLE_ROW, by_sight, plan_of, runs_of_heads, why_not
 from warpwave.kernels.three_kernel.backward_memory import gradient_bytes, peak_bytes
@@ -80,15 +80,4 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         write_bytes=size * of_rows * problem.head_dim + (4 + size) * total * width,
         launches=ROUND_OF_RUN * runs + 4,  # dK and dV begin as zeros, and are rounded
     )
-    parts = (products, between, rounding)
-    return Cost(
-        blocks=0,
-        flops=products.flops,
-        exponentials=between.exponentials,
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-        workspace_bytes=peak_bytes(problem) - gradient_bytes(problem),
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        launches=sum(part.launches for part in parts),
-        parts=parts,
-    )
+    return in_turn((products, between, rounding), peak_bytes(problem) - gradient_bytes(problem))

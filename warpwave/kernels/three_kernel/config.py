@@ -40,7 +40,7 @@ def torch_cannot(problem: AttentionProblem, gpu: Gpu, scores: str, values: str) 
     reasons, arithmetic = [], dot_precision(problem, gpu)
     asked = "library" in (scores, values)
     if asked and problem.packed:
-        reasons.append("only the device knows where packed sequences begin; use 'triton' products for those")
+        reasons.append("the offsets of packed sequences are on the device; use 'triton' products for those")
     if asked and problem.dtype == "float32" and arithmetic != "ieee":
         reasons.append(f"the library's float32 products are 'ieee', not {arithmetic!r}: use 'triton' for those")
     if values == "library" and may_hide_keys(problem):

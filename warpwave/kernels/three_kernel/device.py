@@ -11,24 +11,20 @@ small enough.
 from __future__ import annotations
 
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Tokens, Window
-from warpwave.kernels.partials import await_launch_before, inverse_sum, join, lse_of
+from warpwave.kernels.partials import await_launch_before, join, lse_of, with_sink
 from warpwave.kernels.primitives import (
-    LOG2_E,
     band_edges,
     load_tile,
     operand,
-    packed_sequence,
-    pairs_of_head,
     product,
     rounded,
-    slope_in_bits,
+    rows_and_keys,
     softmax_step,
     tile_pointers,
-    tokens_of_head,
     transposed,
     visible_keys,
 )
-from warpwave.kernels.scores import score_bits
+from warpwave.kernels.scores import rules_of_rows, score_bits
 from warpwave.kernels.three_kernel.softmax import (
     HIDDEN,
     LINE,
@@ -94,14 +90,7 @@ def chunk_scores_kernel(
     batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    q_ptr = tokens_of_head(q_tensor, batch, head)
-    k_ptr = tokens_of_head(k_tensor, batch, head // group_size)
-    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
-    if sequences.IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
-        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
-        q_ptr += q_begin * q_tensor.stride_m
-        k_ptr += k_begin * k_tensor.stride_m
+    q_ptr, k_ptr, _, seqlen_q, seqlen_k = rows_and_keys(q_tensor, k_tensor, sequences, batch, head, group_size)
     first_row = chunk.row_begin + tile_m * BLOCK_M
     row_last = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
     first_key = chunk.key_base + tile_n * BLOCK_N
@@ -139,14 +128,7 @@ def chunk_scores_kernel(
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     here = tile_pointers(here, tile_m * BLOCK_M + tl.arange(0, BLOCK_M), columns, scores_tensor.stride_m, 1)
     if FUSED:
-        mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
-        if rules.HAS_MASK:
-            mask_rows = pairs_of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
-        if rules.HAS_BIAS:
-            bias_rows = pairs_of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
-        if rules.HAS_ALIBI:
-            slope = slope_in_bits(rules.alibi_slopes, batch, head)
-            slopes_log2 = tl.full([BLOCK_M], 0.0, tl.float32) + slope
+        mask_rows, bias_rows, slopes_log2 = rules_of_rows(rules, batch, head, rows)
         scores = score_bits(
             raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2,
             rules, window,
@@ -210,17 +192,10 @@ def chunk_values_kernel(
     batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    v_ptr = tokens_of_head(v_tensor, batch, head // group_size)
-    out_ptr = tokens_of_head(out_tensor, batch, head)
-    lse_ptr, row_begin, chunk_rows = lse_tensor.ptr, chunk.row_begin, chunk.rows
-    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
-    if sequences.IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
-        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
-        v_ptr += k_begin * v_tensor.stride_m
-        out_ptr += q_begin * out_tensor.stride_m
-        if WRITE_LSE:
-            lse_ptr += q_begin
+    out_ptr, v_ptr, q_begin, seqlen_q, seqlen_k = rows_and_keys(
+        out_tensor, v_tensor, sequences, batch, head, group_size
+    )
+    row_begin, chunk_rows = chunk.row_begin, chunk.rows
     first_row = row_begin + tile_m * BLOCK_M
     row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
     if first_row >= row_end:
@@ -286,15 +261,10 @@ def chunk_values_kernel(
         acc = part
 
     if FUSED:
-        scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        if HAS_SINKS:
-            # The sink is one more key, whose value is zero.
-            sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
-            m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-        scale = scale * inverse_sum(l_i)
+        m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
         if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
             if tile_v == 0:
-                lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
+                lse_rows = lse_tensor.ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + q_begin + rows)
                 tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
     else:
         scale = row_scale_ptr + (chunk_head * (p_tensor.stride_h // p_tensor.stride_m) + rows - row_begin)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.gpu import Gpu
+from warpwave.kernels import reasons
 from warpwave.kernels.arguments import lse_strides
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel.hopper_products import hopper_scores_kernel, hopper_values_kernel
@@ -35,22 +36,15 @@ def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why these launches cannot compute a problem on this GPU."""
     if gpu.capability != 90:
         return [f"'hopper' products need Hopper, sm_90, and this is {gpu.name}"]
-    reasons = []
+    found = []
     if problem.dtype == "float32":
-        reasons.append("'hopper' products take 16-bit operands only")
-    there = {
-        "packed sequences": problem.packed,
-        "a mask": problem.mask_shape is not None,
-        "a bias": problem.bias_shape is not None,
-        "ALiBi slopes": problem.alibi_shape is not None,
-        "softcap": problem.softcap > 0,
-        "a left side of a window": problem.window_size[0] >= 0,
-    }
-    reasons += [f"'hopper' products do not support {name}" for name, is_there in there.items() if is_there]
+        found.append("'hopper' products take 16-bit operands only")
+    others = {"a left side of a window": problem.window_size[0] >= 0}
+    found += reasons.of_features(problem, "'hopper' products do not support", others)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
-            reasons.append(f"{name} is {size}; it must be a multiple of 8 for TMA")
-    return reasons
+            found.append(f"{name} is {size}; it must be a multiple of 8 for TMA")
+    return found
 
 
 def _of_tokens(source: int, tensor: torch.Tensor, tokens: int, rows: int, columns: int) -> MapPlan:

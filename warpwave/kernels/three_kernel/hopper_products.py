@@ -57,13 +57,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @constexpr_function
-    def __init__(self, a, b, full, empty):
-        self.a = a
-        self.b = b
-        self.full = full
-        self.empty = empty
-
 
 # The ring -------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ Bound: a few divisions per item, while products run.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
+from warpwave.runtime.gluon_or_stub import aggregate, gl, jit
 
 BLOCK_M = gl.constexpr(128)  # queries of a tile, 64 for each of two warpgroups
 BLOCK_N = gl.constexpr(256)  # keys of a tile of scores, and columns of v of a tile of out
@@ -37,23 +37,6 @@ class Chunk:
     together: gl.tensor
     diagonal: gl.tensor
     key_tiles: gl.tensor
-
-    @constexpr_function
-    def __init__(
-        self, first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal,
-        key_tiles,
-    ):  # fmt: skip
-        self.first_head = first_head
-        self.row_begin = row_begin
-        self.row_end = row_end
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.heads = heads
-        self.blocks = blocks
-        self.columns = columns
-        self.together = together
-        self.diagonal = diagonal
-        self.key_tiles = key_tiles
 
 
 @jit

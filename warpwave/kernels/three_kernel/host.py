@@ -30,7 +30,7 @@ from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import Allocate, Results, Run, allocator, straightener
-from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, conversions, visited_tiles
+from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, conversions, in_turn, visited_tiles
 from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel import choice, library
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
@@ -487,16 +487,4 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
             launches=scalings,
         )
         parts = (*parts, scaling)
-    return Cost(
-        blocks=sum(part.blocks for part in parts),
-        flops=sum(part.flops for part in parts),
-        exponentials=sum(part.exponentials for part in parts),
-        read_bytes=sum(part.read_bytes for part in parts),
-        write_bytes=sum(part.write_bytes for part in parts),
-        smem_bytes=max(part.smem_bytes for part in parts),
-        workspace_bytes=workspace_bytes(problem, config),
-        scratch_bytes=sum(part.scratch_bytes for part in parts),
-        loop=loop_of(problem, config.scores, config.values),
-        launches=sum(part.launches for part in parts),
-        parts=parts,
-    )
+    return in_turn(parts, workspace_bytes(problem, config), loop_of(problem, config.scores, config.values))

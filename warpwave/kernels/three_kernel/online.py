@@ -11,23 +11,19 @@ Bound: launch latency and L2.
 from __future__ import annotations
 
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Tokens, Window
-from warpwave.kernels.partials import inverse_sum, join, lse_of
+from warpwave.kernels.partials import lse_of, with_sink
 from warpwave.kernels.primitives import (
-    LOG2_E,
     band_edges,
     load_tile,
     operand,
-    packed_sequence,
-    pairs_of_head,
     product,
     rounded,
-    slope_in_bits,
+    rows_and_keys,
     softmax_step,
     tile_pointers,
-    tokens_of_head,
     visible_keys,
 )
-from warpwave.kernels.scores import without_unseen
+from warpwave.kernels.scores import rules_of_rows, without_unseen
 from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, ChunkPlace, Scores, scores_of_tile, whole_lines
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -70,17 +66,10 @@ def chunk_online_kernel(
     batch_head = chunk.first_head + chunk_head
     head = batch_head % num_heads_q
     batch = batch_head // num_heads_q
-    v_ptr = tokens_of_head(v_tensor, batch, head // group_size)
-    out_ptr = tokens_of_head(out_tensor, batch, head)
-    lse_ptr, row_begin, chunk_rows = lse_tensor.ptr, chunk.row_begin, chunk.rows
-    seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
-    if sequences.IS_VARLEN:
-        q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
-        k_begin, seqlen_k = packed_sequence(sequences.cu_seqlens_k_ptr, batch, seqlen_k, sequences.total_k)
-        v_ptr += k_begin * v_tensor.stride_m
-        out_ptr += q_begin * out_tensor.stride_m
-        if WRITE_LSE:
-            lse_ptr += q_begin
+    out_ptr, v_ptr, q_begin, seqlen_q, seqlen_k = rows_and_keys(
+        out_tensor, v_tensor, sequences, batch, head, group_size
+    )
+    row_begin, chunk_rows = chunk.row_begin, chunk.rows
     first_row = row_begin + tile_m * ROWS
     row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
     if first_row >= row_end:
@@ -94,14 +83,7 @@ def chunk_online_kernel(
     begin, end = whole_lines(key_begin, key_end)
     key_base = chunk.key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
     scores_ptr = scores_tensor.ptr + chunk_head * scores_tensor.stride_h
-    mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
-    if rules.HAS_MASK:
-        mask_rows = pairs_of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
-    if rules.HAS_BIAS:
-        bias_rows = pairs_of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
-    if rules.HAS_ALIBI:
-        slope = slope_in_bits(rules.alibi_slopes, batch, head)
-        slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
+    mask_rows, bias_rows, slopes_log2 = rules_of_rows(rules, batch, head, rows)
 
     columns = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     check: tl.constexpr = HEAD_DIM_V % BLOCK_V != 0
@@ -130,15 +112,10 @@ def chunk_online_kernel(
         pointers = tile_pointers(v_ptr, keys, columns, v_tensor.stride_m, v_tensor.stride_d)
         v = load_tile(pointers, keys, columns, key_begin, key_end, HEAD_DIM_V, check)
 
-    scale = tl.full([ROWS], 1.0, tl.float32)
-    if HAS_SINKS:
-        # The sink is one more key, whose value is zero.
-        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
-        m_i, l_i, scale, _ = join(m_i, l_i, sink_log2, 1.0)
-    scale = scale * inverse_sum(l_i)
+    m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
         if tile_v == 0:
-            lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
+            lse_rows = lse_tensor.ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + q_begin + rows)
             tl.store(lse_rows, lse_of(m_i, l_i), mask=row_inside)
     inside = row_inside[:, None] & (columns < HEAD_DIM_V)[None, :]
     pointers = tile_pointers(out_ptr, rows, columns, out_tensor.stride_m, 1)

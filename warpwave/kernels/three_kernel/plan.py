@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from warpwave.errors import InvalidInput
+from warpwave.kernels import rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import scratch
 
@@ -73,29 +74,24 @@ class Config:
             raise ValueError(f"values is {self.values!r}; it must be 'library', 'triton', 'hopper' or 'online'")
         if self.values == "online" and (self.scores != "triton" or min(self.softmax_rows, self.softmax_keys) < 16):
             raise ValueError(
-                f"values is 'online' beside scores {self.scores!r} and a softmax of {self.softmax_rows} x "
-                f"{self.softmax_keys}; it takes scores of 'triton', in tiles of at least 16 x 16"
+                f"values is 'online', scores {self.scores!r}, softmax_rows {self.softmax_rows} and softmax_keys "
+                f"{self.softmax_keys}; 'online' needs scores='triton' and at least 16 of both"
             )
         if (self.scores == "hopper") != (self.values == "hopper"):
-            raise ValueError(
-                f"scores is {self.scores!r} beside values {self.values!r}; 'hopper' goes with itself alone"
-            )
+            raise ValueError(f"scores is {self.scores!r} and values {self.values!r}; both must be 'hopper', or neither")
         if self.scores == "hopper" and (self.block_m, self.block_n) != (128, 256):
             raise ValueError(f"block_m x block_n is {self.block_m} x {self.block_n}; 'hopper' has tiles of 128 x 256")
         if self.scores == "fused" and self.values != "triton":
-            raise ValueError("values is 'library' beside scores 'fused'; only our second product sums tiles of P")
-        sizes = (("block_m", 16), ("block_n", 16), ("block_k", 16), ("block_v", 16), ("num_warps", 1))
-        for name, least in (*sizes, ("softmax_rows", 1), ("softmax_keys", 16), ("softmax_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} is {value}; it must be a power of two, at least {least}")
-        for name in ("num_stages", "split_d", "workspace_bytes", "sums_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            raise ValueError(f"values is {self.values!r}; with scores='fused' it must be 'triton'")
+        sizes = dict.fromkeys(("block_m", "block_n", "block_k", "block_v", "softmax_keys"), 16)
+        sizes |= dict.fromkeys(("num_warps", "softmax_rows", "softmax_warps"), 1)
+        rules.check_sizes(self, sizes, ("num_stages", "split_d", "workspace_bytes", "sums_bytes"))
         if self.block_k > self.block_n:
             raise ValueError(f"block_k is {self.block_k}; it must be at most block_n, which is {self.block_n}")
         if self.split_d > 1 and self.scores != "triton":
-            raise ValueError(f"split_d is {self.split_d} beside scores {self.scores!r}; only 'triton' shares head_dim")
+            raise ValueError(
+                f"split_d is {self.split_d} and scores {self.scores!r}; split_d must be 1 unless scores is 'triton'"
+            )
 
 
 # Chunks ---------------------------------------------------------------------------------------------------------------
@@ -108,8 +104,7 @@ class Chunk(NamedTuple):
         first_head, heads: of batch * num_heads_q.
         row_begin, rows: queries of each sequence.
         key_base: the key in column 0 of the workspace, a multiple of block_n.
-        key_begin, key_end: keys that some row sees; for packed sequences, whose lengths only the device knows, all
-        keys.
+        key_begin, key_end: keys that some row sees; all keys of packed sequences, whose lengths are on the device.
     """
 
     first_head: int

@@ -14,19 +14,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
-from warpwave.kernels.partials import await_launch_before, inverse_sum, join, lse_of
+from warpwave.kernels.partials import await_launch_before, lse_of, with_sink
 from warpwave.kernels.primitives import (
-    LOG2_E,
     band_edges,
     packed_sequence,
-    pairs_of_head,
     rounded,
-    slope_in_bits,
     softmax_step,
     tile_pointers,
     visible_keys,
 )
-from warpwave.kernels.scores import score_bits
+from warpwave.kernels.scores import rules_of_rows, score_bits
 from warpwave.runtime.parameters import Pointer, Specialized
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -200,14 +197,7 @@ def chunk_softmax_kernel(
     key_base = chunk.key_base // LINE * LINE
     scores_ptr = scores_tensor.ptr + chunk_head * scores_tensor.stride_h
     p_ptr = p_tensor.ptr + chunk_head * p_tensor.stride_h
-    mask_rows, bias_rows, slopes_log2 = rules.mask.ptr, rules.bias.ptr, rules.softmax_scale
-    if rules.HAS_MASK:
-        mask_rows = pairs_of_head(rules.mask, batch, head) + rows.to(tl.int64) * rules.mask.stride_m
-    if rules.HAS_BIAS:
-        bias_rows = pairs_of_head(rules.bias, batch, head) + rows.to(tl.int64) * rules.bias.stride_m
-    if rules.HAS_ALIBI:
-        slope = slope_in_bits(rules.alibi_slopes, batch, head)
-        slopes_log2 = tl.full([ROWS], 0.0, tl.float32) + slope
+    mask_rows, bias_rows, slopes_log2 = rules_of_rows(rules, batch, head, rows)
 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
@@ -229,15 +219,8 @@ def chunk_softmax_kernel(
             )  # fmt: skip
             _p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
 
-    m_all = m_i
-    l_all = l_i
-    scale = tl.full([ROWS], 1.0, tl.float32)
-    if HAS_SINKS:
-        # The sink is one more key, whose value is zero. P stays relative to the maximum over keys: relative to a
-        # dominant sink, low probabilities would leave the range of 16 bits.
-        sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
-        m_all, l_all, scale, _scale = join(m_i, l_i, sink_log2, 1.0)
-    scale = scale * inverse_sum(l_all)
+    # P stays relative to the maximum over keys.
+    m_all, l_all, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     if WRITE_LSE:
         lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
         tl.store(lse_rows, lse_of(m_all, l_all), mask=row_inside)

@@ -130,6 +130,35 @@ def naive_gradients(
     return _collect(leaves)
 
 
+def cancellation(problem: AttentionProblem, operands: AnyOperands, dout: Tensor) -> tuple[float, float]:
+    """Returns the largest deviations of an entry of dq and of dk, if each dP - delta has an independent error with a
+    deviation of |dout| |v|, the norms of its two vectors.
+
+    A kernel computes both terms of dP - delta as sums of head_dim_v products and subtracts them. Their rounding errors
+    are relative to the sums and remain where the difference is 0. N cannot measure this error: where a row sees one
+    key, it subtracts a number from itself.
+    """
+    wide = _in_float64(operands, _keep)
+    forward = _forward(problem, wide, _keep, _keep)
+    largest = [0.0, 0.0]
+    group = problem.num_heads_q // problem.num_heads_kv
+    for seq in _sequences(problem, wide):
+        of_keys = torch.zeros_like(seq.k)
+        sizes = dout[seq.q_at].double().transpose(0, 1).square().sum(-1)  # of rows
+        for rows in _row_chunks(seq):
+            lse = _lse_at(forward.lse, seq)[:, rows]
+            scores = _logits(problem, seq, rows, _products(problem, seq, rows))
+            p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]) / (1 - problem.dropout_p)
+            size = p.square() * sizes[:, rows, None] * seq.v.square().sum(-1)[:, None]
+            of_keys += size.transpose(1, 2) @ seq.q[:, rows].square()
+            of_rows = size @ seq.k.square()
+            largest[0] = max(largest[0], of_rows.max().item() if of_rows.numel() else 0.0)
+        of_keys = of_keys.unflatten(0, (-1, group)).sum(1)
+        largest[1] = max(largest[1], of_keys.max().item() if of_keys.numel() else 0.0)
+    of_dq, of_dk = (abs(problem.softmax_scale) * x**0.5 for x in largest)
+    return of_dq, of_dk
+
+
 def round_to_tf32(x: Tensor) -> Tensor:
     """Returns the nearest values with a 10-bit mantissa, ties to even, for finite x. Its gradient is the identity's."""
     bits = x.detach().float().view(torch.int32)

@@ -102,14 +102,6 @@ class Widths:
     PARTS: gl.constexpr
     AHEAD: gl.constexpr
 
-    @constexpr_function
-    def __init__(self, K_CHUNKS, K_LAST, V_CHUNKS, PARTS, AHEAD):
-        self.K_CHUNKS = gl.constexpr(K_CHUNKS)
-        self.K_LAST = gl.constexpr(K_LAST)
-        self.V_CHUNKS = gl.constexpr(V_CHUNKS)
-        self.PARTS = gl.constexpr(PARTS)
-        self.AHEAD = gl.constexpr(AHEAD)
-
 
 @jit
 def zero_accumulator(WIDTH: gl.constexpr):
@@ -129,13 +121,6 @@ class Chunks:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, chunks, full, empty, stages):
-        self.chunks = chunks
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
 
 
 @jit
