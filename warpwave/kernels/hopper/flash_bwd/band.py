@@ -34,27 +34,6 @@ class Rules:
     BIAS: gl.constexpr  # host.bias_kind
     dropout: object  # dropout.Dropout, in a consumer that of a head; () without dropout
 
-    @constexpr_function
-    def __init__(
-        self, scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS, dropout,
-    ):  # fmt: skip
-        self.scale = scale
-        self.softcap_log2 = softcap_log2
-        self.window_left = window_left
-        self.window_right = window_right
-        self.BLOCK_M = gl.constexpr(BLOCK_M)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.HAS_LOW = gl.constexpr(HAS_LOW)
-        self.HAS_HIGH = gl.constexpr(HAS_HIGH)
-        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.IS_VARLEN = gl.constexpr(IS_VARLEN)
-        self.HAS_MASK = gl.constexpr(HAS_MASK)
-        self.BIAS = gl.constexpr(BIAS)
-        self.dropout = dropout
-
 
 @jit
 def with_dropout(rules, dropout):
@@ -88,18 +67,6 @@ class Band:
     k_end: gl.tensor
     q_seen: gl.tensor
     k_seen: gl.tensor
-
-    @constexpr_function
-    def __init__(self, low, high, offset, q_begin, q_end, k_begin, k_end, q_seen, k_seen):
-        self.low = low
-        self.high = high
-        self.offset = offset
-        self.q_begin = q_begin
-        self.q_end = q_end
-        self.k_begin = k_begin
-        self.k_end = k_end
-        self.q_seen = q_seen
-        self.k_seen = k_seen
 
 
 @jit
@@ -159,13 +126,6 @@ class Span:
     end: gl.tensor
     whole_begin: gl.tensor
     whole_end: gl.tensor
-
-    @constexpr_function
-    def __init__(self, begin, end, whole_begin, whole_end):
-        self.begin = begin
-        self.end = end
-        self.whole_begin = whole_begin
-        self.whole_end = whole_end
 
 
 @jit

@@ -41,15 +41,6 @@ class Bias:
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
 
-    @constexpr_function
-    def __init__(self, ptr, strides, maps, gradient_maps, tiles, full):
-        self.ptr = ptr
-        self.strides = strides
-        self.maps = maps
-        self.gradient_maps = gradient_maps
-        self.tiles = tiles
-        self.full = full
-
 
 @constexpr_function
 def bytes_of(maps, tiles):

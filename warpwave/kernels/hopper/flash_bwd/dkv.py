@@ -70,7 +70,6 @@ from warpwave.kernels.hopper.parts import (
 )
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -107,20 +106,6 @@ class Tiles:
     p_empty: gl.shared_memory_descriptor
     bias: Bias
     box: scheduler.Mailbox
-
-    @constexpr_function
-    def __init__(self, keys, values, full, empty, queries, dout, p, p_full, p_empty, bias, box):
-        self.keys = keys
-        self.values = values
-        self.full = full
-        self.empty = empty
-        self.queries = queries
-        self.dout = dout
-        self.p = p
-        self.p_full = p_full
-        self.p_empty = p_empty
-        self.bias = bias
-        self.box = box
 
 
 # The consumers --------------------------------------------------------------------------------------------------------

@@ -57,7 +57,6 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import zero_values
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -90,17 +89,6 @@ class Tiles:
     bias: Bias
     box: scheduler.Mailbox
 
-    @constexpr_function
-    def __init__(self, queries, dout, full, empty, keys, values, bias, box):
-        self.queries = queries
-        self.dout = dout
-        self.full = full
-        self.empty = empty
-        self.keys = keys
-        self.values = values
-        self.bias = bias
-        self.box = box
-
 
 @aggregate
 class Place:
@@ -126,25 +114,6 @@ class Place:
     of_slopes_ptr: gl.tensor
     longest: gl.tensor
     WRITE_DSLOPES: gl.constexpr
-
-    @constexpr_function
-    def __init__(
-        self, lse_ptr, delta_ptr, num_heads, statistic_rows, dq_maps, dq_ptr, strides_dq, softmax_scale,
-        alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr, longest, WRITE_DSLOPES,
-    ):  # fmt: skip
-        self.lse_ptr = lse_ptr
-        self.delta_ptr = delta_ptr
-        self.num_heads = num_heads
-        self.statistic_rows = statistic_rows
-        self.dq_maps = dq_maps
-        self.dq_ptr = dq_ptr
-        self.strides_dq = strides_dq
-        self.softmax_scale = softmax_scale
-        self.alibi_slopes_ptr = alibi_slopes_ptr
-        self.stride_alibi_b = stride_alibi_b
-        self.of_slopes_ptr = of_slopes_ptr
-        self.longest = longest
-        self.WRITE_DSLOPES = gl.constexpr(WRITE_DSLOPES)
 
 
 # The producer ---------------------------------------------------------------------------------------------------------

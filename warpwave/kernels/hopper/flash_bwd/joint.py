@@ -61,7 +61,6 @@ from warpwave.kernels.hopper.parts import (
 )
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -107,20 +106,6 @@ class Tiles:
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     box: scheduler.Mailbox
-
-    @constexpr_function
-    def __init__(self, keys, values, full, empty, queries, dout, ds, dq, dq_full, dq_empty, box):
-        self.keys = keys
-        self.values = values
-        self.full = full
-        self.empty = empty
-        self.queries = queries
-        self.dout = dout
-        self.ds = ds
-        self.dq = dq
-        self.dq_full = dq_full
-        self.dq_empty = dq_empty
-        self.box = box
 
 
 # The warps that add dQ ------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from warpwave.kernels.hopper.rows import zero_head, zero_rows, zero_values
 from warpwave.kernels.hopper.words import hide_words, lines_of_rows, load_words
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -46,12 +45,6 @@ class Heads:
     group_size: gl.tensor
     rows: gl.tensor
 
-    @constexpr_function
-    def __init__(self, num_heads, group_size, rows):
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.rows = rows
-
 
 @aggregate
 class Results:
@@ -68,20 +61,6 @@ class Results:
     alibi_slopes_ptr: gl.tensor
     stride_alibi_b: gl.tensor
 
-    @constexpr_function
-    def __init__(
-        self, dk_maps, dv_maps, dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
-    ):  # fmt: skip
-        self.dk_maps = dk_maps
-        self.dv_maps = dv_maps
-        self.dk_ptr = dk_ptr
-        self.dv_ptr = dv_ptr
-        self.strides_dk = strides_dk
-        self.strides_dv = strides_dv
-        self.softmax_scale = softmax_scale
-        self.alibi_slopes_ptr = alibi_slopes_ptr
-        self.stride_alibi_b = stride_alibi_b
-
 
 @aggregate
 class Mask:
@@ -97,13 +76,6 @@ class Mask:
     strides: gl.tuple
     walks_ptr: gl.tensor
     walk_strides: gl.tuple
-
-    @constexpr_function
-    def __init__(self, words_ptr, strides, walks_ptr, walk_strides):
-        self.words_ptr = words_ptr
-        self.strides = strides
-        self.walks_ptr = walks_ptr
-        self.walk_strides = walk_strides
 
 
 @jit
@@ -146,11 +118,6 @@ class Stream:
 
     ring: Ring
     statistics: gl.shared_memory_descriptor
-
-    @constexpr_function
-    def __init__(self, ring, statistics):
-        self.ring = ring
-        self.statistics = statistics
 
 
 @jit

@@ -17,7 +17,7 @@ FlashAttention orders its sums so too, by semaphores (`deterministic`).
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
+from warpwave.runtime.gluon_or_stub import aggregate, gl, jit
 
 
 @aggregate
@@ -26,11 +26,6 @@ class Turns:
 
     counts_ptr: gl.tensor
     IS_DETERMINISTIC: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, counts_ptr, IS_DETERMINISTIC):
-        self.counts_ptr = counts_ptr
-        self.IS_DETERMINISTIC = gl.constexpr(IS_DETERMINISTIC)
 
 
 @jit
