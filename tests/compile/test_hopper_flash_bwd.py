@@ -32,6 +32,9 @@ WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
 # plain call's. Triton 3.6 and 3.7 take up to 296 and 632, and up to 56 with a bias (3.9: 104)
 # and 64 with a mask (3.9: 208). With dropout, up to 608 in the joint launch and 176 in that of dQ (3.6).
 SPILL_BOUNDS = {"plain": 384, "features": 768, "trained bias": 192, "mask": 256, "dropout": 640}
+# Of the joint launch at head_dim 128, all in all; up to 16, 120 and 56 (3.9: 72). Descriptors that are computed before
+# the loop took 192, 264 and 224, and their loads delay the products (docs/notes/backward.md).
+WIDE_SPILL_BOUNDS = {"plain": 64, "features": 192, "dropout": 128}
 
 
 # Dropout where it costs the most registers: beside two products of one tile in flight.
@@ -61,7 +64,8 @@ def test_it_compiles_within_its_limits(dims: tuple[int, int], features: str) -> 
                 assert launch["spill_bytes"] == 0, name
                 continue
             instructions = launch["instructions"]
-            assert launch["spill_bytes"] <= SPILL_BOUNDS[features], name
+            is_wide = name == "joint_kernel" and dims == (128, 128)
+            assert launch["spill_bytes"] <= (WIDE_SPILL_BOUNDS if is_wide else SPILL_BOUNDS)[features], name
             assert launch["smem_bytes"] <= facts["bound"] <= 227 * 1024, name
             assert instructions["HGMMA"] == products[name], name
             # ptxas that lacks registers waits for each product before the next, with two such instructions each.
