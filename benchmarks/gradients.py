@@ -181,7 +181,8 @@ def peers(row: Row, given: Inputs) -> Iterator[tuple[str, Callable[[], torch.Ten
         longest, grouped = max(row.documents), row.num_heads[0] != row.num_heads[1]
         of = (given.offsets, given.offsets, longest, longest)
         window = (-1, 0) if row.causal else (-1, -1)
-        yield "varlen_attn", lambda: varlen(q, k, v, *of, window_size=window, enable_gqa=grouped)
+        more = {"enable_gqa": True} if grouped else {}  # torch 2.11 has no such argument
+        yield "varlen_attn", lambda: varlen(q, k, v, *of, window_size=window, **more)
     try:
         cute = importlib.import_module("flash_attn.cute")
     except ImportError:
@@ -235,14 +236,17 @@ def elapsed(step: Step, repeats: int) -> float:
 
 
 def paired(steps: dict[str, Step], rounds: int, budget_ms: float = 8.0) -> dict[str, list[float]]:
-    """Returns the times of each step; rounds go through all steps, forward and back in turn."""
+    """Returns the times of each step. Rounds alternate between both directions, and begin at another step each
+    time, because a call is a little slower behind a hotter one."""
     for step in steps.values():
         step()
         step()
     repeats = {name: max(2, min(100, int(budget_ms / elapsed(step, 2)))) for name, step in steps.items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds):
-        for name in list(steps) if i % 2 else list(steps)[::-1]:
+        names = list(steps)[:: 1 if i % 2 else -1]
+        first = i // 2 % len(names)
+        for name in names[first:] + names[:first]:
             found[name].append(elapsed(steps[name], repeats[name]))
     return found
 

@@ -15,6 +15,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "features": {"causal": "bottom_right", "softcap": 30.0, "packed": True, "total_q": 2048, "total_k": 2048},
     "dropout": {"causal": "bottom_right", "dropout_p": 0.1},
+    "deterministic": {"causal": "bottom_right", "deterministic": True},
     "mask": {"causal": "bottom_right", "mask_shape": (2, 4, 1024, 1024)},
     "trained bias": {"causal": "bottom_right", "bias_shape": (2, 4, 1024, 1024), "bias_dtype": "bfloat16"},
 }
@@ -31,10 +32,10 @@ WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
 # Bytes of local memory a thread may take, most of it outside the main loop: without and with other features than a
 # plain call's. Triton 3.6 and 3.7 take up to 296 and 632, and up to 56 with a bias (3.9: 104)
 # and 64 with a mask (3.9: 208). With dropout, up to 608 in the joint launch and 176 in that of dQ (3.6).
-SPILL_BOUNDS = {"plain": 384, "features": 768, "trained bias": 192, "mask": 256, "dropout": 640}
+SPILL_BOUNDS = {"plain": 384, "deterministic": 384, "features": 768, "trained bias": 192, "mask": 256, "dropout": 640}
 # Of the joint launch at head_dim 128, all in all; up to 16, 120 and 56 (3.9: 72). Descriptors that are computed before
 # the loop took 192, 264 and 224, and their loads delay the products (docs/notes/backward.md).
-WIDE_SPILL_BOUNDS = {"plain": 64, "features": 192, "dropout": 128}
+WIDE_SPILL_BOUNDS = {"plain": 64, "deterministic": 64, "features": 192, "dropout": 128}
 
 
 # Dropout where it costs the most registers: beside two products of one tile in flight.

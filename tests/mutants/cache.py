@@ -100,7 +100,7 @@ PAGED = [
     ),
     Mutant(
         "sink left out where shares are merged", PARTIALS,
-        "with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)", "with_sink(m_i, l_i, sinks_ptr, head, False)",
+        "final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)", "final_state(m_i, l_i, sinks_ptr, head, False)",
         "test_paged.py::test_page_sizes_and_splits", "16-three", "FAIL C LSE",
     ),
     Mutant(

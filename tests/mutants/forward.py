@@ -120,7 +120,7 @@ OTHERS = [
     ),
     Mutant(
         "sink left out of the denominator", FLASH,
-        "with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)", "with_sink(m_i, l_i, sinks_ptr, head, False)",
+        "final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)", "final_state(m_i, l_i, sinks_ptr, head, False)",
         "test_gates.py::test_case_grid", "113x103-d64-h2x1-b2-sinks-normal-flash_fwd", "FAIL C LSE",
     ),
     Mutant(

@@ -74,7 +74,7 @@ def inverse_sum(l_i):
 
 
 @jit
-def with_sink(m_i, l_i, sinks_ptr, heads, HAS_SINKS: tl.constexpr):
+def final_state(m_i, l_i, sinks_ptr, heads, HAS_SINKS: tl.constexpr):
     """Returns a row's state with its sink, and the final factor of its accumulator. The sink is one more key, whose
     value is zero. It is added last: as the first maximum it would push the probabilities of lower scores out of the
     range of 16 bits."""
@@ -168,7 +168,7 @@ def merge_partials_kernel(
             acc = acc * scale[:, None] + some * scale_some[:, None]
 
     head = row_head % num_heads_q
-    m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    m_i, l_i, scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     out = acc * scale[:, None]
     offsets = row_head * HEAD_DIM_V + dims[None, :]
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM_V)[None, :])

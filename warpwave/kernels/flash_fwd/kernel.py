@@ -45,7 +45,7 @@ from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
 from warpwave.kernels.flash_fwd.costs import cost
 from warpwave.kernels.groups import Descales, Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
-from warpwave.kernels.partials import lse_of, with_sink
+from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.prepass import split_ahead
 from warpwave.kernels.prepass.split_ahead import PARTS
 from warpwave.kernels.primitives import (
@@ -290,7 +290,7 @@ def flash_fwd_kernel(
             v_factor = tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)
             acc = acc * alpha[:, None] + of_tile * v_factor
 
-    m_i, l_i, row_scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    m_i, l_i, row_scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     out = acc * row_scale[:, None]
     if dropout.HAS_DROPOUT:
         out = out * dropout.scale

@@ -35,7 +35,7 @@ from warpwave.kernels.arguments import (
 )
 from warpwave.kernels.cost import ODD_ROWS, Cost, bytes_per_score, in_turn, odd_rows, visited_tiles, walk
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
-from warpwave.kernels.partials import lse_of, with_sink
+from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.primitives import band_edges, packed_sequence, visible_keys
 from warpwave.kernels.scores import rules_of_rows, score_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
@@ -137,8 +137,8 @@ def softmax_rows_kernel(
                 l_i += tl.sum(p, 1)
                 tl.store(pointers, tl.where(scores == float("-inf"), HIDDEN, p), mask=in_lines)
 
-    # P stays relative to the maximum over keys.
-    m_i, l_i, row_scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    # P stays relative to the maximum over keys: a sink far above the scores would push it out of the range of 16 bits.
+    m_i, l_i, row_scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     tl.store(row_scale_ptr + rows, row_scale, mask=row_inside)
     if WRITE_LSE:
         lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from warpwave.kernels.groups import OfHeads, Pages, Partials, ScoreRules, Sequences, Tokens, Window
 from warpwave.kernels.paged_keys import cached_sequence, pages_of
-from warpwave.kernels.partials import lse_of, with_sink
+from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.primitives import (
     band_edges,
     load_tile,
@@ -203,7 +203,7 @@ def large_head_dim_kernel(
         out_rows = splits.acc_ptr + slots * HEAD_DIM_V
         row_inside = row_inside & (l_i != 0.0)  # the merge does not read the others
     else:
-        m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, heads, HAS_SINKS)
+        m_i, l_i, scale = final_state(m_i, l_i, sinks_ptr, heads, HAS_SINKS)
         out_rows = out_ptr + (
             batch * out_tensor.stride_b + row_offsets * out_tensor.stride_m + heads * out_tensor.stride_h
         )

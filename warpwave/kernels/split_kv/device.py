@@ -17,7 +17,7 @@ from warpwave.kernels.groups import (
     Window,
 )
 from warpwave.kernels.paged_keys import cached_sequence, factors_of_cells, page_ids, pages_named
-from warpwave.kernels.partials import await_launch_before_knowing, lse_of, lse_offset, with_sink
+from warpwave.kernels.partials import await_launch_before_knowing, final_state, lse_of, lse_offset
 from warpwave.kernels.primitives import (
     IN_INTERPRETER,
     LOG2_E,
@@ -508,7 +508,7 @@ def split_kv_kernel(
         # A split without keys is stored too, so that the merge can load accumulators before it has the state.
         _store_part(splits, split, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V)
     if not IN_PARTS:
-        m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, heads, HAS_SINKS)
+        m_i, l_i, scale = final_state(m_i, l_i, sinks_ptr, heads, HAS_SINKS)
         _store_rows(out_ptr, row_head, _times(acc, scale[:, None]), in_range, COLUMNS * dims_v, HEAD_DIM_V)
         if WRITE_LSE:
             offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)

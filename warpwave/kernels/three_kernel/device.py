@@ -11,7 +11,7 @@ small enough.
 from __future__ import annotations
 
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Tokens, Window
-from warpwave.kernels.partials import await_launch_before, join, lse_of, with_sink
+from warpwave.kernels.partials import await_launch_before, final_state, join, lse_of
 from warpwave.kernels.primitives import (
     band_edges,
     load_tile,
@@ -261,7 +261,7 @@ def chunk_values_kernel(
         acc = part
 
     if FUSED:
-        m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+        m_i, l_i, scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
         if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
             if tile_v == 0:
                 lse_rows = lse_tensor.ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + q_begin + rows)

@@ -11,7 +11,7 @@ Bound: launch latency and L2.
 from __future__ import annotations
 
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Tokens, Window
-from warpwave.kernels.partials import lse_of, with_sink
+from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.primitives import (
     band_edges,
     load_tile,
@@ -112,7 +112,7 @@ def chunk_online_kernel(
         pointers = tile_pointers(v_ptr, keys, columns, v_tensor.stride_m, v_tensor.stride_d)
         v = load_tile(pointers, keys, columns, key_begin, key_end, HEAD_DIM_V, check)
 
-    m_i, l_i, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    m_i, l_i, scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     if WRITE_LSE:  # noqa: SIM102 (known when compiled; the next is not)
         if tile_v == 0:
             lse_rows = lse_tensor.ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + q_begin + rows)

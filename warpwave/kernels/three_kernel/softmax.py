@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
-from warpwave.kernels.partials import await_launch_before, lse_of, with_sink
+from warpwave.kernels.partials import await_launch_before, final_state, lse_of
 from warpwave.kernels.primitives import (
     band_edges,
     packed_sequence,
@@ -220,7 +220,7 @@ def chunk_softmax_kernel(
             _p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
 
     # P stays relative to the maximum over keys.
-    m_all, l_all, scale = with_sink(m_i, l_i, sinks_ptr, head, HAS_SINKS)
+    m_all, l_all, scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     if WRITE_LSE:
         lse_rows = lse_ptr + (batch * lse_tensor.stride_b + head * lse_tensor.stride_h + rows)
         tl.store(lse_rows, lse_of(m_all, l_all), mask=row_inside)
