@@ -119,8 +119,29 @@ HOPPER_FP8 = [
     ),
     Mutant(
         "float8 on Hopper: tiles that a group does not see are not handed back", f"{FP8}/consumer.py",
-        "n = skip(k_ring, v_ring, n, block_end - end)", "n = skip(k_ring, v_ring, n, 0)",
+        "k_ring, v_ring, n, block_end - end, rules.GROUPS)", "k_ring, v_ring, n, 0, rules.GROUPS)",
         f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
+    ),
+    Mutant(
+        "float8 on Hopper: a turn is not ended", f"{FP8}/consumer.py",
+        "m_i, next_alpha = settled(x, scale, m_i)\n    end_turn(GROUP, rules.GROUPS)",
+        "m_i, next_alpha = settled(x, scale, m_i)",
+        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
+    ),
+    Mutant(
+        "float8 on Hopper: the last turn is left", f"{FP8}/turns.py",
+        "if GROUPS > 1 and GROUP == 0:", "if False:",
+        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "a turn is left",
+    ),
+    Mutant(
+        "float8 on Hopper: no turn for a tile that is skipped", f"{FP8}/turns.py",
+        "        take_turn(GROUP, GROUPS)\n        end_turn(GROUP, GROUPS)\n        n = skip", "        n = skip",
+        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
+    ),
+    Mutant(
+        "float8 on Hopper: sums not rescaled", f"{FP8}/products.py",
+        "scaled_sum(acc, beside_columns(alpha, acc)", "scaled_sum(acc, beside_columns(alpha * 0 + 1, acc)",
+        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "assert ",
     ),
 ]  # fmt: skip
 

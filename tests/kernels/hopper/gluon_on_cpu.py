@@ -346,7 +346,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "opaque": lambda x: x,
         "zero_below": lambda p, words, threshold: torch.where(words < threshold, 0.0, p),
         "negate_below": lambda p, words, threshold: torch.where(words < threshold, -p, p),
-        "promoted": lambda acc, product, factor, has_factor: acc + product * factor,
+        "scaled_sum": lambda acc, alpha, product, factor, has_factor: acc * alpha + product * factor,
     }
     stand_ins |= own or {}
     modules = modules | {hopper_dropout.__name__: hopper_dropout}  # whose names many import

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from warpwave.kernels.hopper import words as device_words
 from warpwave.kernels.hopper.flash_fwd import consumer as of_16_bits
 from warpwave.kernels.hopper.flash_fwd import mask_bias
 from warpwave.kernels.hopper.flash_fwd import producer as producer_of_16_bits
-from warpwave.kernels.hopper.flash_fwd_fp8 import Config, consumer, kernel, producer, products
+from warpwave.kernels.hopper.flash_fwd_fp8 import Config, consumer, kernel, producer, products, turns
 from warpwave.kernels.hopper.flash_fwd_fp8.config import fits
 from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem, QuantizedOperands
@@ -30,6 +31,32 @@ from warpwave.workbench.verify.reference import oracle
 
 H200 = Gpu.for_arch("sm_90")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+
+
+class Turns:
+    """The named barriers of turns: one group arrives, another waits. A block must end without an arrival pending."""
+
+    made: ClassVar[list[Turns]] = []
+
+    def __init__(self) -> None:
+        self.changed, self.pending, self.taken = threading.Condition(), [False] * 3, 0
+        self.made.append(self)
+
+    def __call__(self, op: str, group: int) -> None:
+        with self.changed:
+            if op == "arrive":
+                assert not self.pending[group], "two turns at once"
+                self.pending[group] = True
+                self.changed.notify_all()
+                return
+            for _ in range(int(gluon_on_cpu.PATIENCE_S / 0.2)):
+                if self.changed.wait_for(lambda: self.pending[group], 0.2):
+                    self.pending[group] = False
+                    self.taken += 1
+                    return
+                if gluon_on_cpu.Barrier.failed.is_set():
+                    raise gluon_on_cpu.Failed
+            raise AssertionError("deadlock")
 
 
 def on_cpu(problem: AttentionProblem, operands: QuantizedOperands, config: Config) -> tuple[Tensor, Tensor]:
@@ -41,10 +68,13 @@ def on_cpu(problem: AttentionProblem, operands: QuantizedOperands, config: Confi
     ahead, spec = kernel.specify(problem, H200, operands, out, lse, config)
     ahead.tensors[-1].view(torch.uint8).copy_(transposed(problem, operands).view(torch.uint8))
     modules = (
-        *(kernel, consumer, producer, products, factors, of_16_bits, producer_of_16_bits, device_parts, rows),
+        *(kernel, consumer, producer, products, turns, factors, of_16_bits, producer_of_16_bits, device_parts, rows),
         *(scheduler, serial, softmax, visible, mask_bias, device_words),
     )
-    gluon_on_cpu.run_launch(spec, modules, 2, {})
+    Turns.made.clear()
+    gluon_on_cpu.run_launch(spec, modules, 2, {"turn_barrier": Turns})
+    assert not any(any(turns.pending) for turns in Turns.made), "a turn is left"
+    assert any(turns.taken for turns in Turns.made) == (config.groups > 1)
     return out, lse
 
 
@@ -169,10 +199,15 @@ def test_a_sequence_does_not_read_the_next() -> None:
     assert again[first:].isnan().all()
 
 
+@pytest.mark.parametrize("takes_turns", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_protocol_on_a_cpu(name: str) -> None:
+def test_the_protocol_on_a_cpu(name: str, takes_turns: bool) -> None:
+    """With the default's warpgroups, and with three that take turns, or two where three do not fit."""
     problem, operands = call(**CALLS[name])
     config = flash_fwd_fp8.configs(problem, H200)[-1 if "far" in name else 0]
+    if takes_turns:
+        several = (replace(config, block_m=192), replace(config, block_m=128))
+        config = next(made for made in several if fits(problem, H200, made))
     gate(problem, operands, *on_cpu(problem, operands, config))
 
 

@@ -60,7 +60,7 @@ def test_recorded_times_lie_in_the_error_bar() -> None:
         }  # fmt: skip
         call = problem(**sizes, causal=Causal() if point["causal"] else None, descale_blocks=(0, 0, 0))
         gpu = resolve("h200")
-        assert config == flash_fwd_fp8.default(call, gpu)
+        assert config in flash_fwd_fp8.configs(call, gpu)  # the default of that day
         p, time_us = predict(call, flash_fwd_fp8, config, gpu), statistics.median(point[point["default"]]["us"])
         assert p is not None and p.low_us <= time_us <= p.high_us
         ratios.append(time_us / p.time_us)

@@ -85,12 +85,13 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether a config fits shared memory and a consumer's registers (scores, probabilities, accumulator,
-    products, and 8 each for a mask and for factors of blocks), and a tile of keys has one factor."""
+    products, and 8 each for a window's left end, which is hidden in the overlapped loop, and for factors of blocks),
+    and a tile of keys has one factor."""
     width_v, block_n = sum(pieces(problem.head_dim_v)), config.block_n
     products = width_v if width_v <= AT_ONCE.value else CHUNK.value
     blocks = (problem.descale_blocks or (0, 0, 0))[1:]
     needed = block_n // 2 + block_n // 8 + width_v // 2 + products // 2 + 16
-    needed += 8 * problem.has_band + 8 * any(blocks)
+    needed += 8 * (problem.window_size[0] >= 0) + 8 * any(blocks)
     return (
         needed <= registers(config)[0]
         and all(block % block_n == 0 for block in blocks)
@@ -106,6 +107,8 @@ class Call:
         self.width = max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
         blocks = (problem.descale_blocks or (0, 0, 0))[1:]
         self.of_64_keys, self.has_one_factor = self.width > 128 or 64 in blocks, not any(blocks)
+        self.has_left_end = problem.window_size[0] >= 0
+        self.changes_scores = problem.softcap != 0.0 or problem.alibi_shape is not None
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the queries that the busiest SM processes if all blocks take equally long."""
@@ -125,10 +128,12 @@ class Call:
 
 VARIANTS = "2026-11-23-h200-float8-variants.log"
 TILES = "2026-11-23-h200-float8-tiles-64.json"
+TURNS = "2026-11-25-h100-float8-turns.json"
 
 # The figures are ratios of time on an H200, at 4 x 4096 and before V was transposed by a launch unless a row names
 # other calls; those had 3 stages. All rows have 4 stages, which are 1 to 5 % faster than 3
-# (2026-11-23-h200-float8-transposed-64.json and -stages.json).
+# (2026-11-23-h200-float8-transposed-64.json and -stages.json). Warpgroups take turns (turns.py) in the row of TURNS
+# alone: the other figures are older.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
         "uneven blocks of 128 queries, and head_dim above 128 or a factor for each 64 keys",
@@ -157,12 +162,20 @@ RULES: tuple[Rule[Config], ...] = (
         VARIANTS,
     ),
     Rule(
-        "head_dim up to 64, a mask by position, one factor for a head's keys, and blocks of 192 queries balance over "
-        "the SMs",
+        "head_dim up to 64, a causal mask or the right end of a window, no left end, softcap or ALiBi, one factor for "
+        "a head's keys, and blocks of 192 queries balance over the SMs",
+        lambda c: c.width <= 64 and not (c.has_left_end or c.changes_scores) and c.has_one_factor and c.suits_192,
+        (Config(192, 128, 4),),
+        "causal 1 x 16384 on an H100: 192 x 64 took 1.20 times as long, and 1.18 times before warpgroups took turns",
+        TURNS,
+    ),
+    Rule(
+        "head_dim up to 64, another mask by position, one factor for a head's keys, and blocks of 192 queries balance "
+        "over the SMs",
         lambda c: c.width <= 64 and c.has_one_factor and c.suits_192,
         (Config(192, 64, 4),),
         "a third warpgroup: causal 1 x 16384, 4 x 4096 and 16 x 1024 took 1.14, 1.08 and 1.02 times as long with 128 x "
-        "128; 192 x 128 and a mask do not fit the registers",
+        "128; 192 x 128 spills in the loop over keys",
         TILES,
     ),
     Rule(

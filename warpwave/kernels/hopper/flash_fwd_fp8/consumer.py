@@ -2,7 +2,7 @@
 
 A consumer walks the keys that its 64 queries see, from the last to the first, as in `flash_fwd`. The products of a
 tile's scores start together with those of the previous tile's probabilities and values, which are added to a float32
-accumulator.
+accumulator. Consumers take turns to start their products (turns.py).
 """
 
 from warpwave.kernels.hopper import scheduler
@@ -24,6 +24,7 @@ from warpwave.kernels.hopper.flash_fwd_fp8.products import (
     with_products,
     zero_accumulator,
 )
+from warpwave.kernels.hopper.flash_fwd_fp8.turns import end_turn, last_turn, skip_in_turn, start_turns, take_turn
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -34,7 +35,6 @@ from warpwave.kernels.hopper.parts import (
     like,
     matrix,
     scores_async,
-    skip,
     wait_full,
 )
 from warpwave.kernels.hopper.rows import store_out
@@ -44,7 +44,6 @@ from warpwave.kernels.hopper.softmax import (
     of_rows,
     own_maxima,
     own_probabilities,
-    rescaled,
     settled_maximum,
     store_lse,
     with_sink,
@@ -82,10 +81,11 @@ def raised(m_i):
 
 @jit
 def step(
-    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, l_i, acc, tile, is_last, whole_begin, whole_end,
-    place, keys, values, rules,
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, p, m_i, alpha, l_i, acc, tile, is_last,
+    whole_begin, whole_end, place, keys, values, rules,
 ):  # fmt: skip
-    """Computes the scores of tile n + 1 with their softmax, and the product of tile n's probabilities and values.
+    """Computes the scores of tile n + 1 with their softmax, and the product of tile n's probabilities and values. acc
+    is multiplied by alpha when that product is added; the factor for the next product is returned.
 
     Up to 128 columns of values are multiplied at once, and their product is waited for before the exponentials. Of
     wider tiles the first chunk starts before the scores, and its product is added while the scores are computed; the
@@ -98,6 +98,7 @@ def step(
     of_tile = rules_of_tile(tile, keys, rules)
     factor = of_values(values, tile + 1, keys, rules)
     wait_full(k_ring, n + 1)
+    take_turn(GROUP, rules.GROUPS)
     if TOGETHER:
         scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
         pending = value_products(p, v_ring, n)
@@ -106,7 +107,7 @@ def step(
         pending = value_product(p, v_ring, n, 0)
         scores = scores_async(q, k_ring, n + 1, zero_accumulator(rules.BLOCK_N))
         product = warpgroup_mma_wait(len(k_ring.pieces), deps=[pending])
-        acc = replaced(acc, 0, promoted(acc[0], product, factor, BLOCKWISE))
+        acc = replaced(acc, 0, promoted(acc[0], alpha, product, factor, BLOCKWISE))
         pending = next_product(p, product, v_ring, n, 1)
         x = warpgroup_mma_wait(1, deps=[scores])
     hand_back_multiplied(k_ring, n + 1)
@@ -115,57 +116,64 @@ def step(
     if rules.HAS_LOW:  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
-    m_i, alpha = settled(x, scale, m_i)
+    m_i, next_alpha = settled(x, scale, m_i)
+    end_turn(GROUP, rules.GROUPS)
     if TOGETHER:
-        acc = with_products(acc, pending, factor, BLOCKWISE)
+        acc = with_products(acc, alpha, pending, factor, BLOCKWISE)
         hand_back_multiplied(v_ring, n)
     else:
-        acc, pending = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 1, 2)
-    p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, rules.HAS_LOW)
+        acc, pending = with_chunks(acc, alpha, pending, p, v_ring, n, factor, BLOCKWISE, 1, 2)
+    p32, l_i = own_probabilities(x, scale, raised(m_i), next_alpha, l_i, rules.HAS_LOW)
     if not TOGETHER:
         # ptxas moves this wait up between the exponentials.
-        acc, pending = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 2, 3)
+        acc, pending = with_chunks(acc, alpha, pending, p, v_ring, n, factor, BLOCKWISE, 2, 3)
+    if TOGETHER:
+        next_p = rounded(p32, rules.BLOCK_N)
     wait_full(v_ring, n + 1)  # keeps ptxas from moving the wait below up
     if not TOGETHER:
-        acc, _ = with_chunks(acc, pending, p, v_ring, n, factor, BLOCKWISE, 3, MANY)
+        acc, _ = with_chunks(acc, alpha, pending, p, v_ring, n, factor, BLOCKWISE, 3, MANY)
         hand_back_multiplied(v_ring, n)
-    return rounded(p32, rules.BLOCK_N), m_i, l_i, rescaled(acc, alpha)
+        next_p = rounded(p32, rules.BLOCK_N)
+    return next_p, m_i, next_alpha, l_i, acc
 
 
 @jit
-def edge_scores(q, k_ring, n, tile, place, keys, rules):
+def edge_scores(q, GROUP: gl.constexpr, k_ring, n, tile, place, keys, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
     of_tile = rules_of_tile(tile, keys, rules)
     wait_full(k_ring, n)
+    take_turn(GROUP, rules.GROUPS)
     scores = scores_async(q, k_ring, n, zero_accumulator(rules.BLOCK_N))
     x = warpgroup_mma_wait(0, deps=[scores])
+    end_turn(GROUP, rules.GROUPS)
     hand_back_multiplied(k_ring, n)
     return in_bits(x, tile, place, keys, of_tile, True)
 
 
 @jit
-def add_values(p, v_ring, n, acc, tile, keys, values, rules):
-    """Returns acc plus the product of tile n's probabilities and values, with no other work in flight."""
+def add_values(p, v_ring, n, acc, alpha, tile, keys, values, rules):
+    """Returns acc times alpha plus the product of tile n's probabilities and values, with no other work in flight."""
     MANY: gl.constexpr = len(chunks_of(v_ring.pieces))
     p = operands(p, v_ring, rules.BLOCK_N)
     factor = of_values(values, tile, keys, rules)
     if starts_together(v_ring.pieces):
-        return with_products(acc, value_products(p, v_ring, n), factor, values.BLOCK > 0)
+        return with_products(acc, alpha, value_products(p, v_ring, n), factor, values.BLOCK > 0)
     else:
         first = value_product(p, v_ring, n, 0)
-        acc, _ = with_chunks(acc, first, p, v_ring, n, factor, values.BLOCK > 0, 0, MANY)
+        acc, _ = with_chunks(acc, alpha, first, p, v_ring, n, factor, values.BLOCK > 0, 0, MANY)
         return acc
 
 
 @jit
-def edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, values, rules):
+def edge_step(
+    q, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, values, rules
+):  # fmt: skip
     """Processes tile n without overlap: the mask takes a tile's worth of registers, so two tiles do not fit."""
-    x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
+    x, scale = edge_scores(q, GROUP, k_ring, n, tile, place, keys, rules)
     m_i, alpha = settled(x, scale, m_i)
-    acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
     wait_full(v_ring, n)
-    acc = add_values(rounded(p32, rules.BLOCK_N), v_ring, n, acc, tile, keys, values, rules)
+    acc = add_values(rounded(p32, rules.BLOCK_N), v_ring, n, acc, alpha, tile, keys, values, rules)
     hand_back_multiplied(v_ring, n)
     return m_i, l_i, acc
 
@@ -183,7 +191,8 @@ def first_state(v_ring, BLOCK_N: gl.constexpr):
 
 @jit
 def all_tiles(
-    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, values, rules
+    q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place,
+    keys, values, rules,
 ):  # fmt: skip
     """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
     with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
@@ -196,24 +205,23 @@ def all_tiles(
         first = begin
     elif rules.HAS_HIGH:
         while tile > last:
-            m_i, l_i, acc = edge_step(q, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, values, rules)
+            m_i, l_i, acc = edge_step(q, GROUP, k_ring, v_ring, n, m_i, l_i, acc, tile, place, keys, values, rules)
             n += 1
             tile -= 1
     is_last = tile == begin
-    x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
+    x, scale = edge_scores(q, GROUP, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, is_last, rules)
     m_i, alpha = settled(x, scale, m_i)
     p32, l_i = own_probabilities(x, scale, raised(m_i), alpha, l_i, True)
-    acc = rescaled(acc, alpha)
     p = rounded(p32, rules.BLOCK_N)
     wait_full(v_ring, n)
     for i in range(last - first):
-        p, m_i, l_i, acc = step(
-            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, l_i, acc, last - 1 - i, last - 1 - i == begin,
+        p, m_i, alpha, l_i, acc = step(
+            q, q_empty, GROUP, k_ring, v_ring, n, p, m_i, alpha, l_i, acc, last - 1 - i, last - 1 - i == begin,
             whole_begin, whole_end, place, keys, values, rules,
         )  # fmt: skip
         n += 1
-    acc = add_values(p, v_ring, n, acc, first, keys, values, rules)
+    acc = add_values(p, v_ring, n, acc, alpha, first, keys, values, rules)
     tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
     hand_back(v_ring, n)
     return n + 1, of_rows(m_i, x), l_i, acc
@@ -292,6 +300,7 @@ def consumer(GROUP: gl.constexpr, role):
     row_layout: gl.constexpr = gl.SliceLayout(1, eight_bit_accumulator_layout(rules.BLOCK_N))
     n = 0  # tiles of K and V consumed so far
     messages = 0
+    start_turns(GROUP, rules.GROUPS)
     scheduler.wait_posted(box, messages)
     work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
@@ -303,15 +312,16 @@ def consumer(GROUP: gl.constexpr, role):
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         values = of_head(role.values, rules.factors.group_size, work)
         of_queries = rules_of_queries(rules.factors, place.row_first, work, rules)
-        n = skip(k_ring, v_ring, n, block_end - end)
+        n = skip_in_turn(GROUP, k_ring, v_ring, n, block_end - end, rules.GROUPS)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
         n, m_i, l_i, acc = all_tiles(
-            q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, values, of_queries
+            q, q_empty, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, values,
+            of_queries,
         )  # fmt: skip
-        n = skip(k_ring, v_ring, n, begin - block_begin)
+        n = skip_in_turn(GROUP, k_ring, v_ring, n, begin - block_begin, rules.GROUPS)
 
         work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
         row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
@@ -335,4 +345,5 @@ def consumer(GROUP: gl.constexpr, role):
         messages += 1
         scheduler.wait_posted(box, messages)
         work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+    last_turn(GROUP, rules.GROUPS)
     tma.store_wait(0)

@@ -11,6 +11,7 @@ is added to a float32 accumulator by ordinary instructions (`promoted`).
 """
 
 from warpwave.kernels.hopper.parts import ROWS, eight_bit_accumulator_layout, matrix, unseen_zero, wait_for
+from warpwave.kernels.hopper.softmax import beside_columns
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
 
 AT_ONCE = gl.constexpr(128)  # columns of V whose products start together; wider tiles are multiplied by CHUNK columns
@@ -130,33 +131,43 @@ def chunk_of_values(v_ring, n, CHUNK_INDEX: gl.constexpr):
 
 
 @jit
-def promoted(acc, product, factor, HAS_FACTOR: gl.constexpr):
-    """Returns acc plus a product, in float32, times the factor of its values if they have one. The addition is kept
-    here: the compiler would move it after the last product, and keep every product of a tile in registers."""
+def promoted(acc, alpha, product, factor, HAS_FACTOR: gl.constexpr):
+    """Returns acc times alpha, [64, 4], plus a product, in float32; the product times the factor of its values if they
+    have one. Rescaling and adding are one instruction, which is kept here: the compiler would move it after the last
+    product, and keep every product of a tile in registers."""
+    return scaled_sum(acc, beside_columns(alpha, acc), product, factor, HAS_FACTOR)
+
+
+@jit
+def scaled_sum(acc, alpha, product, factor, HAS_FACTOR: gl.constexpr):
+    """Returns acc * alpha + product, the product times its factor if HAS_FACTOR."""
     if HAS_FACTOR:
         factor = gl.full(product.shape, factor, gl.float32, product.type.layout)
         return gl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [product, factor, acc], dtype=gl.float32, is_pure=False, pack=1
-        )
+            "{ .reg .f32 t; mul.rn.f32 t, $3, $4; fma.rn.f32 $0, $1, $2, t; }", "=r,r,r,r,r",
+            [acc, alpha, product, factor], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
     else:
         return gl.inline_asm_elementwise(
-            "add.rn.f32 $0, $1, $2;", "=r,r,r", [product, acc], dtype=gl.float32, is_pure=False, pack=1
+            "fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", [acc, alpha, product], dtype=gl.float32, is_pure=False, pack=1
         )
 
 
 @jit
-def with_products(acc, products, factor, HAS_FACTOR: gl.constexpr):
-    """Waits for the products of `value_products` and adds them to their accumulators."""
+def with_products(acc, alpha, products, factor, HAS_FACTOR: gl.constexpr):
+    """Waits for the products of `value_products` and adds them to their accumulators times alpha."""
     products = wait_for(products)
     found = ()
     for c in gl.static_range(len(acc)):
-        found = found + (promoted(acc[c], products[c], factor, HAS_FACTOR),)
+        found = found + (promoted(acc[c], alpha, products[c], factor, HAS_FACTOR),)
     return found
 
 
 @jit
-def with_chunks(acc, pending, p, v_ring, n, factor, HAS_FACTOR: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr):
-    """Adds the products of tile n with chunks FIRST to END - 1 to their accumulators, one after another.
+def with_chunks(
+    acc, alpha, pending, p, v_ring, n, factor, HAS_FACTOR: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr
+):
+    """Adds the products of tile n with chunks FIRST to END - 1 to their accumulators times alpha, one after another.
 
     Args:
         pending: the product with chunk FIRST, in flight.
@@ -166,7 +177,7 @@ def with_chunks(acc, pending, p, v_ring, n, factor, HAS_FACTOR: gl.constexpr, FI
     """
     for c in gl.static_range(FIRST, END):
         product = warpgroup_mma_wait(0, deps=[pending])
-        acc = replaced(acc, c, promoted(acc[c], product, factor, HAS_FACTOR))
+        acc = replaced(acc, c, promoted(acc[c], alpha, product, factor, HAS_FACTOR))
         pending = product
         if c + 1 < len(chunks_of(v_ring.pieces)):
             pending = next_product(p, product, v_ring, n, c + 1)
