@@ -104,6 +104,21 @@ def test_dropout(head_dim: int) -> None:
     assert products <= 14 * calls, f"{products} products for {calls} calls"
 
 
+@pytest.mark.parametrize("head_dim", [128, *(pytest.param(d, marks=pytest.mark.full) for d in (64, 256))])
+def test_softcap(head_dim: int) -> None:
+    """A tile's tanh has one branch in the loop that overlaps, which does not spill."""
+    (facts,) = compile_all([hopper_job(head_dim, "softcap and sinks") | {"listing": True}])
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+    assert facts["spill_bytes"] <= 80, what(facts)
+    loops = loops_over_keys(facts["listing"], **{"VOTE.ANY": "v", "MUFU.RCP": "r"})
+    block_n = facts["config"]["block_n"]
+    overlapped = [x for x in loops if re.search("H+[^HW]*W", x.replace("v", "")) and x.count("r") == block_n // 2]
+    assert overlapped, what(facts)
+    for loop in overlapped:
+        assert "S" not in loop and "HWHWHW" not in loop, what(facts)
+        assert "v" not in loop[loop.index("r") : loop.rindex("r")], what(facts)
+
+
 # What large calls from head_dim 65 to 128 take: three warpgroups, 160 registers a thread.
 OF_192 = {"block_m": 192, "block_n": 64, "num_stages": 4}
 SAMPLE_OF_192 = [(128, "window")]
