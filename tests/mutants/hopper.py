@@ -194,6 +194,16 @@ HOPPER = [
         "test_gates.py::test_case_grid", "hopper and sharp", "FAIL", needs_gpu=True,
     ),
     Mutant(
+        "Hopper: one large score changes how the tanh of its tile is computed", "kernels/hopper/parts.py",
+        'f"selp.f32 ${i}, z, w, far"', 'f"selp.f32 ${i}, z, z, far"',
+        "../kernels/hopper/test_tanh.py::test_a_result_depends_on_its_own_score_alone", "", "array_equal",
+    ),
+    Mutant(
+        "Hopper: a softcap's polynomial beyond its range", "kernels/hopper/parts.py",
+        'half, one, minus_two, two_in_bits = "0f3F000000"', 'half, one, minus_two, two_in_bits = "0f3F400000"',
+        "../kernels/hopper/test_tanh.py::test_tanh_of_a_tile_is_within_its_bound", "any", "7e-07",
+    ),
+    Mutant(
         "Hopper: wrong head map", "kernels/hopper/flash_fwd/producer.py",
         "kv_head = work.head // schedule.group_size",
         "kv_head = work.head % (schedule.num_heads // schedule.group_size)",

@@ -264,6 +264,13 @@ def settled(m: Tensor, lead: Tensor, top: Tensor, scale: Tensor, most: float) ->
     return m_new, alpha, torch.where(rises, 0.0, torch.fmax(lead, leads))
 
 
+def tanh_of_tile(x: Tensor) -> Tensor:
+    """`parts.tanh_of_tile` in float32: its polynomial up to 1/2, its exponentials above."""
+    z = x * x
+    near = (((-0.04440223 * z + 0.13190297) * z - 0.33326318) * z + 0.99999946) * x
+    return torch.where(x.abs() > 0.5, 1 - 2 / (1 + torch.exp2(x * 2.8853901)), near)
+
+
 def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None = None) -> dict[str, Any]:
     """The device functions of modules as plain functions for one block, by module and name; `own` stands in for more of
     their names."""
@@ -325,6 +332,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "exp2": torch.exp2,
         "exp2_at_most_one": lambda x: torch.exp2(torch.minimum(x, torch.zeros(()))),
         "tanh": torch.tanh,
+        "tanh_of_tile": tanh_of_tile,
         "rescale": lambda acc, alpha: acc * alpha,
         "settle": settled,
         "add_up": lambda acc, alpha, large, small: acc * alpha + (large + number(small)),

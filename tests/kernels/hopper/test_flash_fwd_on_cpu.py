@@ -292,6 +292,21 @@ def test_the_forward_drops_the_pairs_of_the_contract(p: float) -> None:
     )
 
 
+@pytest.mark.parametrize("cap", [1.0, 15.0, 50.0])
+@pytest.mark.parametrize("data", ["normal", "sharp"])
+@pytest.mark.parametrize(
+    "features",
+    [{"causal": "bottom_right", "sinks": True}, {"packed": True, "batch": 4, "window": (60, 5)}, {"mask": "full"}],
+    ids=str,
+)
+def test_softcaps_on_a_cpu(features: dict[str, Any], data: Data, cap: float) -> None:
+    """By the tanh of 16-bit types, whose error is larger than that of float32, within the gates of out and LSE."""
+    call = cases.build(replace(SHORT, dtype="bfloat16", dims=(64, 64), softcap=cap, **features), data, CPU)
+    out, lse = on_cpu(call.problem, call.operands, flash_fwd.Config(128, 64, 2))
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+
+
 MASKED: dict[str, dict[str, Any]] = {
     "mask": {"mask": "full"},
     "mask of keys, window": {"mask": "keys", "batch": 2, "window": (60, 5), "lengths": (90, 340)},

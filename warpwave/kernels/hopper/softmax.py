@@ -5,7 +5,7 @@ Its state has two forms. If tiles are not overlapped, maximum and lead are per r
 communicates only when its own scores rise: `settled_maximum`, `own_probabilities`.
 """
 
-from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh
+from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh, tanh_of_tile
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit
 
 # Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
@@ -23,7 +23,10 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
     layout: gl.constexpr = scores.type.layout
     scale = rules.scale
     if rules.HAS_SOFTCAP:
-        scores = tanh(scores * scale)
+        if rules.HEAD_DIM_V > 0:  # float32
+            scores = tanh(scores * scale)
+        else:
+            scores = tanh_of_tile(scores * scale)
         scale = rules.softcap_log2
     if rules.HAS_ALIBI or AT_EDGE:
         scores = scores * scale

@@ -261,6 +261,14 @@ class Call:
         return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
 
     @property
+    def fills_64_once(self) -> bool:
+        """Returns whether all queries of a sequence fit one block of 64 queries, with more such blocks than SMs, in 16
+        bits without mask or bias."""
+        p = self.problem
+        is_short = p.seqlen_q <= 64 and query_tiles(p, 64) > self.num_sms
+        return p.dtype != "float32" and p.mask_shape is p.bias_shape is None and is_short
+
+    @property
     def reach(self) -> int:
         """Returns the largest number of keys that a query sees, by position."""
         seqlen_k = self.problem.seqlen_k
@@ -303,8 +311,9 @@ WIDE = "2026-11-21-h200-hopper-float32-parts.log"
 HALVES = "2026-11-21-h200-hopper-float32-halves.log"
 OF_192 = "2026-11-22-h200-hopper-tiles-of-192.log"
 BETWEEN = "2026-11-23-h200-named-forward.jsonl"
+LOSING = "2026-11-25-h100-losing-rows.json"
 
-# 16-bit types, and float32 in one part. The figures are ratios of time on an H200.
+# 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
         "float32, head_dim above 128, a causal mask or window, one wave of blocks",
@@ -342,6 +351,15 @@ RULES: tuple[Rule[Config], ...] = (
         MASKS,
     ),
     Rule(
+        "head_dim 65 to 176, or to 192 with head_dim_v up to 128, no mask or bias, all queries of a sequence in one "
+        "block of 64, more blocks than SMs",
+        lambda c: 64 < c.width <= (192 if c.width_v <= 128 else 176) and c.fills_64_once,
+        (Config(64, 64, 3, 2), Config(64, 64, 2, 2)),
+        "two causal points on an H100: 1.39 times as fast as 128 x 128 at 25 x 46 queries on 370 keys (64/128), 1.02 "
+        "times as fast as 128 x 64 at 48 x 40 on 320 (176); packed calls were not measured",
+        LOSING,
+    ),
+    Rule(
         "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, at least 1,024 keys",
         lambda c: 128 < c.width <= (192 if c.width_v <= 128 else 160) and c.is_bare and c.reach >= 1024,
         (Config(128, 128, 2),),
@@ -350,11 +368,27 @@ RULES: tuple[Rule[Config], ...] = (
         BETWEEN,
     ),
     Rule(
+        "head_dim 177 to 192, and head_dim_v too, dense, a causal mask alone, at least 2,048 keys",
+        lambda c: c.width == c.width_v == 192 and c.is_bare and c.problem.has_band and c.reach >= 2048,
+        (Config(128, 64, 3), Config(128, 64, 2)),
+        "1.08 times as fast as 2 stages at 5 x 2,995, head_dim 184, on an H100; other calls were not measured",
+        LOSING,
+    ),
+    Rule(
         "head_dim 129 to 256",
         lambda c: c.width > 128,
         (Config(128, 64, 2),),
         "the widest tile whose accumulators fit registers",
         TUNING,
+    ),
+    Rule(
+        "head_dim 65 to 128 with head_dim_v up to 64, dense, no mask or bias, and blocks of 192 queries balance over "
+        "the SMs",
+        lambda c: c.width > 64 >= c.width_v and c.is_plain and c.suits_192,
+        (Config(192, 128, 3), Config(192, 128, 2)),
+        "on an H100 1.13 times as fast as 64 keys a step at 2 x 7,996 (96/64), 1.08 at 4 x 6,464 causal (128/64), 1.04 "
+        "at 4 x 2,722 causal (96/64); fewer keys were not measured",
+        LOSING,
     ),
     Rule(
         "head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries balance over the SMs",

@@ -24,7 +24,7 @@ from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     matrix,
     multiply_add,
-    tanh,
+    tanh_of_tile,
     wait_full,
     zero_accumulator,
 )
@@ -253,7 +253,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
         rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
         if rules.HAS_SOFTCAP:
-            scores = tanh(scores * scale) * rules.softcap_log2
+            scores = tanh_of_tile(scores * scale) * rules.softcap_log2
             scale = 1.0
         if beside.bias != "":
             bias = bias.to(gl.float32)
