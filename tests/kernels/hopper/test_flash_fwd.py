@@ -182,6 +182,13 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((112, 104), {"seqlen_q": 128, "batch": 1}, flash_fwd.Config(128, 128, 2, narrowest_v=64)),
         ((48, 48), {}, flash_fwd.Config(192, 128, 3, narrowest_v=64)),
         ((48, 40), {"seqlen_k": 1024, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3, narrowest_v=64)),
+        ((64, 64), {"softcap": 30.0, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3)),
+        ((64, 64), {"softcap": 30.0}, flash_fwd.Config(192, 128, 3)),
+        (
+            (64, 64),
+            {"softcap": 30.0, "causal": Causal(), "dtype": "float32", "precision": "tf32"},
+            flash_fwd.Config(192, 128, 3),
+        ),
         ((48, 48), {"mask_shape": (1, 1, 4096, 4096)}, flash_fwd.Config(192, 128, 3)),
         ((48, 48), {"dtype": "float32", "precision": "tf32"}, flash_fwd.Config(192, 128, 3)),
         ((80, 80), {}, flash_fwd.Config(192, 64, 4)),

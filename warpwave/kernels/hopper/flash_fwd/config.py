@@ -408,6 +408,13 @@ RULES: tuple[Rule[Config], ...] = (
         MASKS,
     ),
     Rule(
+        "head_dim up to 64, a softcap, a causal mask or window, 16 bits",
+        lambda c: c.problem.softcap > 0 and c.problem.has_band and c.problem.dtype != "float32",
+        (Config(64, 64, 3, 3),),
+        "1.52 times as fast as 192 x 128 at 4 x 4096, head_dim 64, on an H100; other calls were not measured",
+        LOSING,
+    ),
+    Rule(
         "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
         lambda c: c.rows_per_sm(192) > 1.2 * c.rows_per_sm(64),
         (Config(64, 128, 2, 2),),
