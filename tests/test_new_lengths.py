@@ -169,9 +169,9 @@ def cached(tokens: int, page_size: int = 16) -> Call:
 CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "dense": (dense, 99),
     "dense, head_dim 64": (lambda n: dense(n, 64), 104),
-    "packed": (packed, 88),
-    "cached, pages of 16": (cached, 109),
-    "cached, pages of 64": (lambda n: cached(n, 64), 126),
+    "packed": (packed, 92),
+    "cached, pages of 16": (cached, 113),
+    "cached, pages of 64": (lambda n: cached(n, 64), 130),
     "decode": (decode, 211),
     "decode, keys by head": (decode_by_head, 174),
     "decode, keys by head, padded": (lambda n: decode_by_head(n, padded=True), 157),

@@ -121,10 +121,10 @@ def test_torch_sdpa_passes_the_probes_although_it_hands_nan_to_eager(monkeypatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU, where the interpreter is on")
 def test_a_fault_in_the_triton_kernel_is_caught_in_the_interpreter(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "warpwave", tmp_path / "warpwave", ignore=shutil.ignore_patterns("__pycache__"))
-    source = tmp_path / "warpwave" / "kernels" / "flash_fwd" / "kernel.py"
-    text = source.read_text()
-    assert text.count("low = last_key_offset - window.left") == 1
-    source.write_text(text.replace("low = last_key_offset - window.left", "low = last_key_offset - window.left + 1"))
+    source = tmp_path / "warpwave" / "kernels" / "primitives.py"
+    text, low = source.read_text(), "low = seqlen_k - seqlen_q - window_left"
+    assert text.count(low) == 1
+    source.write_text(text.replace(low, f"{low} + 1"))
     code = """
 import torch
 from warpwave.workbench.verify import selfcheck, verify
