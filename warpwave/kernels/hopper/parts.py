@@ -394,9 +394,11 @@ def tanh_of_tile(x):
     """Computes tanh of a tile of scores for results of 16 bits, within a relative 7e-7: by a polynomial up to 1/2, by
     exponentials above. A warp skips the exponentials if it has no such argument in the tile.
 
-    One branch a tile keeps the loop over keys short. On an H100, 4 x 4096 causal with a softcap of 30, this is 1.58
-    times as fast as `tanh` at head_dim 64 and 1.52 times at 128. Which form a number takes depends on that number
-    alone, so a result does not depend on hidden keys or on other rows. float32 and gradients need `tanh`.
+    One branch a tile keeps the loop over keys short. On an H100, 4 x 4096 causal with a softcap of 30, a version that
+    chose one form for all numbers of a tile was 1.58 times as fast as `tanh` at head_dim 64 and 1.52 times at 128
+    (`2026-11-25-h100-losing-rows.json`); this one, equal where no number is large, was not timed. Which form a number
+    takes depends on that number alone, so a result does not depend on hidden keys or on other rows. float32 and
+    gradients need `tanh`.
     """
     each: gl.constexpr = x.shape[0] * x.shape[1] // 128
     return gl.inline_asm_elementwise(
