@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -300,8 +301,15 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         barrier.wait(use)
 
     def wait_for_turn(count: Pointer, rank: Any) -> None:
-        # Programs run one after another, and each takes its tiles in their order.
-        assert count.memory[count.offsets] == rank, "waits for a block that was not taken before"
+        # Programs run one after another, so only another role of this one can still pass the turn. Who waits for it
+        # must give up before those who wait for that role in turn.
+        for _ in range(int(PATIENCE_S / 2 / 0.01)):
+            if count.memory[count.offsets] == rank:
+                return
+            if Barrier.failed.is_set():
+                raise Failed
+            time.sleep(0.01)
+        raise AssertionError("waits for a block that was not taken before")
 
     def product(a: Any, b: Memory, acc: Tensor, use_acc: Any = True, is_async: bool = False) -> Tensor:
         left = a.values if isinstance(a, Memory) else a
