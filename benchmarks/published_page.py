@@ -172,7 +172,7 @@ def _bounds(violations: Sequence[tuple[Point, float]], least: float) -> str:
     return text
 
 
-TEXT = """# Predictions beside published times
+TEXT = """# Predictions and published times
 
 This page compares the [time model](model.md) with times that others published, mostly on cards on which warpwave was
 not measured. `python -m benchmarks.published` writes the page, its drawing, and the figures that `explain` prints.
