@@ -25,7 +25,6 @@ def rows() -> Rows:
     return newest_rows()
 
 
-
 def test_the_committed_files_are_what_the_records_give(rows: Rows) -> None:
     for path, text in files(rows).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m benchmarks.rows_figure"
