@@ -34,6 +34,7 @@ from warpwave.kernels.arguments import (
     feature_constants,
     lse_strides,
     maker,
+    matrix_options,
     slope_strides,
     straightener,
     tile_widths,
@@ -390,6 +391,7 @@ def _specify(
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "enable_fp_fusion": problem.dtype != "float32",
+            **matrix_options(problem, gpu, config.block_m, config.block_n, config.num_warps),
         },
     )
 
