@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import Gpu
+from warpwave.gpu import KIB, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
@@ -169,9 +169,12 @@ class Call:
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
+        self.is_rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
 
+
+OTHER_CARDS = "other_cards.md"
 
 # The tiles of a call without mask or bias: the widest that compile without spills, or with fewest (tests/compile).
 RULES: tuple[Rule[Config], ...] = (
@@ -186,7 +189,17 @@ RULES: tuple[Rule[Config], ...] = (
         NOT_MEASURED,
     ),
     *by_width(
-        "16 bits, AMD",
+        "16 bits, AMD RDNA",
+        lambda c: c.is_rdna,
+        (
+            Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+            Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, AMD CDNA",
         lambda c: c.gpu.vendor == "amd",
         (
             Config(Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
@@ -214,6 +227,13 @@ RULES: tuple[Rule[Config], ...] = (
             Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
         ),
         NOT_MEASURED,
+    ),
+    Rule(
+        "16 bits, NVIDIA with 99 KiB of shared memory, head_dim 65 to 128",
+        lambda c: c.gpu.smem_per_block_bytes < 100 * KIB and c.bucket == 1,
+        (Config(Tile(64, 16, 4, 2), Tile(32, 64, 8, 2)),),
+        "predicted: 32 keys a step leave one block of four warps an SM, and dq, dk and dv take 1.15 times as long",
+        OTHER_CARDS,
     ),
     *by_width(
         "16 bits",
