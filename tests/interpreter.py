@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-
 IN_NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
