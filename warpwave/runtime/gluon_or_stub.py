@@ -6,8 +6,9 @@ Without Triton every name is a stub, as in `triton_or_stub`, so that kernels' cl
 from __future__ import annotations
 
 import linecache
-from typing import Any, dataclass_transform
+from typing import Any, dataclass_transform, get_type_hints
 
+from warpwave.runtime.parameters import Pointer
 from warpwave.runtime.triton_or_stub import NO_TRITON, tl
 
 if NO_TRITON is None:
@@ -45,16 +46,37 @@ if NO_TRITON is None:
         method = getattr(memory, "reinterpret", None) or memory._reinterpret
         return method(dtype, shape, layout, _semantic=_semantic)
 
+    @_core.builtin
+    def replaced(aggregate: Any, _semantic: Any = None, **changes: Any) -> Any:
+        """Returns an aggregate with other values of some fields."""
+        names = [name for name, _ in aggregate.type.fields]
+        return type(aggregate)(*(changes.get(name, getattr(aggregate, name)) for name in names))
+
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit
+
+    def _with_group(cls: Any) -> Any:
+        """Returns a plain class with the fields of a group (parameters.py), then those of the class derived from it."""
+        of_kernel = {Pointer: object, int: gl.tensor, float: gl.tensor}
+        fields = {name: of_kernel.get(of, of) for name, of in get_type_hints(cls, include_extras=True).items()}
+        kept = fields.keys() if "_fields" not in vars(cls) else ()  # a group's own attributes are no defaults
+        defaults = {name: vars(cls)[name] for name in kept if name in vars(cls)}
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        return type(cls.__name__, (), {**names, **defaults, "__annotations__": fields})
 
     @dataclass_transform()
     def aggregate(cls: Any) -> Any:
         """Returns Gluon's aggregate of a class. A class without `__init__` gets one that takes all fields in order, as
         Triton 3.9 itself adds. A field of type `object` that is None becomes an empty tuple.
 
+        A class may be a group (parameters.py) or be derived from one. It then has the group's fields first, and is made
+        as `cls(*group, ...)`. Device functions can return an aggregate, and other aggregates can hold it, but no group.
+        An absent pointer of the group becomes an empty tuple.
+
         The source of a constructor is part of a kernel's cache key. It is therefore registered like that of a file.
         """
+        if issubclass(cls, tuple):
+            cls = _with_group(cls)
         if "__init__" not in vars(cls):
             fields, taken, lines = cls.__annotations__, ["self"], []
             for name, of in fields.items():
@@ -74,7 +96,7 @@ if NO_TRITON is None:
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
-    block_barrier = reinterpret = tl
+    block_barrier = reinterpret = replaced = tl
 
 __all__ = [
     "TensorDescriptor",
@@ -86,6 +108,7 @@ __all__ = [
     "jit",
     "mbarrier",
     "reinterpret",
+    "replaced",
     "tma",
     "tma_add",
     "tma_load",

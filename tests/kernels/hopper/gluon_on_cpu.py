@@ -21,6 +21,7 @@ from torch import Tensor
 
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import dropout as hopper_dropout
+from warpwave.runtime import parameters
 from warpwave.runtime.launch import Launch, Mapped
 
 PATIENCE_S = 20.0  # a role that waits longer waits for ever
@@ -326,6 +327,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
         ),
         "reinterpret": Memory.reinterpret,
+        "replaced": lambda aggregate, **changes: types.SimpleNamespace(**(vars(aggregate) | changes)),
         "tma_load": tma_load,
         "wait_full": wait_full,
         "tma_add": lambda target, place, source: target.write(place, source.values, add=True),
@@ -381,7 +383,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             return types.SimpleNamespace(**{k: v for k, v in space(value).items() if k != "__builtins__"})
         if type(value).__name__ == "constexpr":
             return value.value
-        if inspect.isclass(value) and value.__module__ in modules:
+        if inspect.isclass(value) and value.__module__ in modules and not issubclass(value, tuple):
             constructor = vars(value)["hash_attrs"][0]  # an aggregate's, as it was written
             fields = list(inspect.signature(getattr(constructor, "fn", constructor)).parameters.values())[1:]
             names, defaults = [f.name for f in fields], {f.name: f.default for f in fields}
@@ -443,8 +445,11 @@ def number(x: Tensor) -> Tensor:
     return torch.fmax(x, torch.tensor(torch.finfo(torch.float32).min))
 
 
-def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int, own: dict[str, Any]) -> None:
-    """Runs a launch of a Gluon kernel by the kernel's own source, one of so many programs after another.
+def run_launch(
+    spec: Launch, modules: Sequence[types.ModuleType], programs: int, own: dict[str, Any]
+) -> list[Map | None]:
+    """Runs a launch of a Gluon kernel by the kernel's own source, one of so many programs after another. Returns the
+    launch's tensor maps, and None in the places of its other tensors.
 
     Args:
         modules: those whose device functions it calls, its own among them.
@@ -460,15 +465,19 @@ def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int,
             if tensor is not None and tensor.device.type == "meta":  # the tile counter
                 tensor = counter
             given.append(None if tensor is None else Pointer(memory_from(tensor)))
-    given += [None if x is None else torch.tensor(x) for x in spec.scalars]
-    given += spec.constants.values()
+    maps = [x if isinstance(x, Map) else None for x in given]
+    scalars = [None if x is None else torch.tensor(x) for x in spec.scalars]
+    values = parameters.in_order(spec.kernel, given, scalars, spec.constants)
+    values = [x.value if type(x).__name__ == "constexpr" else x for x in values]
+    arguments = parameters.grouped(spec.kernel, values)
     by_name = {m.__name__: m for m in modules}
     for program in range(programs):
         block = Block(program, programs)
         names = functions(by_name, block, {name: make() for name, make in own.items()})
         home = names[spec.kernel.fn.__module__]
-        getattr(home, spec.kernel.fn.__name__)(*given)
+        getattr(home, spec.kernel.fn.__name__)(*arguments)
     assert counter.item() == 0, "the tile counter was not put back"
+    return maps
 
 
 def memory_from(tensor: Tensor) -> Tensor:

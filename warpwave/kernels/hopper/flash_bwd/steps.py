@@ -1,5 +1,9 @@
 """Building blocks of Hopper's backward kernels: probabilities, rings of queries, stores of gradients."""
 
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
+from typing import NamedTuple
+
 from warpwave.kernels.hopper.dropout import drop, has_dropout
 from warpwave.kernels.hopper.flash_bwd.band import begins_early, tile_at, visible
 from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
@@ -29,6 +33,7 @@ from warpwave.runtime.gluon_or_stub import (
     tma_load,
     tma_store,
 )
+from warpwave.runtime.parameters import Pointer
 
 
 @aggregate
@@ -46,36 +51,50 @@ class Heads:
     rows: gl.tensor
 
 
+class KeyGradients(NamedTuple):
+    """The destination of dK and dV without tensor maps, with strides of batch, head and row. Also ALiBi's slopes, and
+    the offsets of packed sequences: as in `band.KeySchedule`, those of queries are of keys."""
+
+    dk_ptr: Pointer
+    dv_ptr: Pointer
+    alibi_slopes_ptr: Pointer
+    cu_seqlens_k_ptr: Pointer
+    cu_seqlens_q_ptr: Pointer
+    stride_alibi_b: int
+    stride_dk_b: int
+    stride_dk_h: int
+    stride_dk_n: int
+    stride_dv_b: int
+    stride_dv_h: int
+    stride_dv_n: int
+
+
 @aggregate
-class Results:
-    """The destination of dK and dV: tensor maps of their pieces, addresses, and strides of batch, head and row. Also
-    the factor of dK, and ALiBi's slopes."""
+class Results(KeyGradients):
+    """The destination of dK and dV with the tensor maps of their pieces."""
 
     dk_maps: object
     dv_maps: object
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
-    strides_dk: gl.tuple
-    strides_dv: gl.tuple
-    softmax_scale: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    stride_alibi_b: gl.tensor
 
 
-@aggregate
-class Mask:
+class Mask(NamedTuple):
     """A packed mask (prepass/mask_bits.py). Its rows are keys if scores are computed transposed.
 
-    Args:
-        words_ptr, strides: its words, and their strides of batch, head, tile of columns and row.
-        walks_ptr, walk_strides: lists of the steps of a block that show a pair (launches.with_walks), and strides of
-            batch, head and block.
+    Attributes:
+        words_ptr: its words, with strides of batch, head, tile of columns and row.
+        walks_ptr: lists of the steps of a block that show a pair (launches.with_walks), with strides of batch, head and
+            block.
     """
 
-    words_ptr: gl.tensor
-    strides: gl.tuple
-    walks_ptr: gl.tensor
-    walk_strides: gl.tuple
+    words_ptr: Pointer
+    walks_ptr: Pointer
+    stride_words_b: int
+    stride_words_h: int
+    stride_words_t: int
+    stride_words_m: int
+    stride_walks_b: int
+    stride_walks_h: int
+    stride_walks_t: int
 
 
 @jit
@@ -83,8 +102,8 @@ def mask_lines(mask, work, row_first, rows_end, WIDTH: gl.constexpr, rules):
     """Returns the addresses of the words of 64 rows of the first head, 0 without a mask."""
     lines = gl.to_tensor(0)
     if rules.HAS_MASK:
-        first = mask.words_ptr + work.batch.to(gl.int64) * mask.strides[0]
-        lines = lines_of_rows(first, mask.strides[3], row_first, rows_end, WIDTH)
+        first = mask.words_ptr + work.batch.to(gl.int64) * mask.stride_words_b
+        lines = lines_of_rows(first, mask.stride_words_m, row_first, rows_end, WIDTH)
     return lines
 
 
@@ -93,7 +112,7 @@ def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
     """Returns the words of a tile of a head, 0 without a mask."""
     words = gl.to_tensor(0)
     if rules.HAS_MASK:
-        words = load_words(lines + head.to(gl.int64) * mask.strides[1], mask.strides[2], column_first, WIDTH)
+        words = load_words(lines + head.to(gl.int64) * mask.stride_words_h, mask.stride_words_t, column_first, WIDTH)
     return words
 
 
@@ -102,8 +121,8 @@ def walk_of(mask, work, block, rules):
     """Returns the address of the list of a block's steps, 0 without a mask. The number of steps comes first."""
     walk = gl.to_tensor(0)
     if rules.HAS_MASK:
-        walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.walk_strides[0]
-        walk += work.head.to(gl.int64) * mask.walk_strides[1] + block.to(gl.int64) * mask.walk_strides[2]
+        walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.stride_walks_b
+        walk += work.head.to(gl.int64) * mask.stride_walks_h + block.to(gl.int64) * mask.stride_walks_t
     return walk
 
 
