@@ -445,6 +445,14 @@ def number(x: Tensor) -> Tensor:
     return torch.fmax(x, torch.tensor(torch.finfo(torch.float32).min))
 
 
+class Source:
+    """A kernel's source and name. Triton hashes a kernel by all functions that it calls, and cannot if some are
+    interpreted."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.fn, self.__name__ = kernel.fn, kernel.fn.__name__
+
+
 def run_launch(
     spec: Launch, modules: Sequence[types.ModuleType], programs: int, own: dict[str, Any]
 ) -> list[Map | None]:
@@ -467,9 +475,10 @@ def run_launch(
             given.append(None if tensor is None else Pointer(memory_from(tensor)))
     maps = [x if isinstance(x, Map) else None for x in given]
     scalars = [None if x is None else torch.tensor(x) for x in spec.scalars]
-    values = parameters.in_order(spec.kernel, given, scalars, spec.constants)
+    kernel = Source(spec.kernel)
+    values = parameters.in_order(kernel, given, scalars, spec.constants)
     values = [x.value if type(x).__name__ == "constexpr" else x for x in values]
-    arguments = parameters.grouped(spec.kernel, values)
+    arguments = parameters.grouped(kernel, values)
     by_name = {m.__name__: m for m in modules}
     for program in range(programs):
         block = Block(program, programs)

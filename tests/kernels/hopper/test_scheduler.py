@@ -20,7 +20,7 @@ def blocks(heads: int, tiles_per_head: int, heads_in_l2: int) -> list[tuple[int,
 
     names = gluon_on_cpu.functions({scheduler.__name__: scheduler}, gluon_on_cpu.Block(0, 1))[scheduler.__name__]
     total = heads * tiles_per_head
-    schedule = Schedule(None, None, total, heads, 1, 1, tiles_per_head, heads_in_l2, 1, 1, 0, 0)
+    schedule = Schedule(total, heads, 1, 1, tiles_per_head, heads_in_l2, 1, 1, 0, 0)
     drawn = [names.dense_tile(schedule, t, True) for t in range(total)]
     return [(int(work.head), int(work.tile)) for work in drawn]
 
