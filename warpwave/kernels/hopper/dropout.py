@@ -46,7 +46,7 @@ def has_dropout(dropout):
 
 
 @jit
-def of_call(dropout):
+def of_call(dropout: groups.Dropout):
     """Returns the dropout of a call as an aggregate, () without dropout."""
     if dropout.seed_ptr is not None:
         return OfCall(*dropout)

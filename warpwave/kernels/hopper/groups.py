@@ -58,6 +58,41 @@ class Schedule(NamedTuple):
     total_k: int
 
 
+class KeySchedule(NamedTuple):
+    """The blocks of keys of a call. As in `Schedule`, but fields of queries hold lengths of keys, and those of keys
+    lengths of queries (flash_bwd/band.work_on_keys); `num_heads` are kv heads."""
+
+    num_tiles: int
+    num_heads_q: int
+    num_heads: int
+    group_size: int
+    batch: int
+    tiles_per_head: int
+    heads_in_l2: int
+    seqlen_k: int
+    seqlen_q: int
+    total_k: int
+    total_q: int
+
+
+class KeyGradients(NamedTuple):
+    """The destination of dK and dV without tensor maps, with strides of batch, head and row. Also ALiBi's slopes, and
+    the offsets of packed sequences: as in `KeySchedule`, those of queries are of keys."""
+
+    dk_ptr: Pointer
+    dv_ptr: Pointer
+    alibi_slopes_ptr: Pointer
+    cu_seqlens_k_ptr: Pointer
+    cu_seqlens_q_ptr: Pointer
+    stride_alibi_b: int
+    stride_dk_b: int
+    stride_dk_h: int
+    stride_dk_n: int
+    stride_dv_b: int
+    stride_dv_h: int
+    stride_dv_n: int
+
+
 class QDescaleStrides(NamedTuple):
     """Strides of factors of q, along batches, kv heads, query heads of a group, and blocks of queries."""
 
@@ -81,3 +116,23 @@ class Dropout(NamedTuple):
     seed_ptr: Pointer
     threshold: int
     scale: float
+
+
+class Mask(NamedTuple):
+    """A packed mask (prepass/mask_bits.py). Its rows are keys if scores are computed transposed.
+
+    Attributes:
+        words_ptr: its words, with strides of batch, head, tile of columns and row.
+        walks_ptr: lists of the steps of a block that show a pair (flash_bwd/launches.with_walks), with strides of
+            batch, head and block.
+    """
+
+    words_ptr: Pointer
+    walks_ptr: Pointer
+    stride_words_b: int
+    stride_words_h: int
+    stride_words_t: int
+    stride_words_m: int
+    stride_walks_b: int
+    stride_walks_h: int
+    stride_walks_t: int

@@ -212,7 +212,7 @@ def tile_of(s, offsets, t, BLOCK_M: gl.constexpr, HAS_HIGH: gl.constexpr, IS_VAR
     """Returns tile t of the schedule; in a packed call it may be empty (`is_work`).
 
     Args:
-        s: `groups.Schedule`, or `flash_bwd.band.KeySchedule`.
+        s: `groups.Schedule`, or `groups.KeySchedule`.
         offsets: a group with `cu_seqlens_q_ptr` and `cu_seqlens_k_ptr`.
     """
     if IS_VARLEN:

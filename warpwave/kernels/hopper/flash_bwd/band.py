@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
+from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule
 from warpwave.kernels.hopper.parts import columns_apart
 from warpwave.kernels.hopper.words import TILE_KEYS
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
@@ -42,23 +43,6 @@ class Rules(Options):
     """The options, and dropout: `dropout.OfCall`, in a consumer that of a head; () without dropout."""
 
     dropout: object
-
-
-class KeySchedule(NamedTuple):
-    """The blocks of keys of a call. As in `groups.Schedule`, but fields of queries hold lengths of keys, and those of
-    keys lengths of queries (`work_on_keys`); `num_heads` are kv heads."""
-
-    num_tiles: int
-    num_heads_q: int
-    num_heads: int
-    group_size: int
-    batch: int
-    tiles_per_head: int
-    heads_in_l2: int
-    seqlen_k: int
-    seqlen_q: int
-    total_k: int
-    total_q: int
 
 
 @aggregate
@@ -232,12 +216,12 @@ def visible(x, band, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
 
 
 @jit
-def work_on_keys(schedule, offsets, t, rules):
+def work_on_keys(schedule: KeySchedule, offsets: KeyGradients, t, rules):
     """Returns tile t of the schedule as a block of keys of one kv head. The blocks of a head come in the order of their
     keys: under a causal mask the longest first, and as turns.py requires.
 
     Args:
-        schedule: `KeySchedule`. Fields of queries in `offsets` are those of keys too.
+        schedule, offsets: their fields of queries are those of keys.
     """
     work = scheduler.tile_of(schedule, offsets, t, rules.BLOCK_N, True, rules.IS_VARLEN)
     tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - work.tile  # the schedule begins with the last

@@ -19,7 +19,6 @@ Bound: tensor cores (docs/notes/backward.md).
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import has_dropout, key_of, of_call, of_head
 from warpwave.kernels.hopper.flash_bwd.band import (
-    KeySchedule,
     Options,
     Rules,
     band_of,
@@ -31,8 +30,6 @@ from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, as_stages_o
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
-    KeyGradients,
-    Mask,
     Results,
     Stream,
     gradient,
@@ -56,7 +53,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_queries_before,
     zero_sums,
 )
-from warpwave.kernels.hopper.groups import Dropout
+from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -124,7 +121,7 @@ def scores_of(fixed, stream, n, row_first, band, rules):
 
 
 @jit
-def sum_values(tiles, work, n, results, mask, heads, rules):
+def sum_values(tiles, work, n, results, mask: Mask, heads, rules):
     """Returns, in group 0, dV of a block, and the number of the next tile of queries."""
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_M))
     band = band_of(work, rules)
@@ -192,7 +189,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
 
 
 @jit
-def sum_keys(tiles, work, n, mask, heads, rules):
+def sum_keys(tiles, work, n, mask: Mask, heads, rules):
     """Returns, in group 1, dK of a block before the scale, and the number of the next tile of queries."""
     layout: gl.constexpr = accumulator_layout(rules.BLOCK_M)
     band = band_of(work, rules)
@@ -234,7 +231,7 @@ def sum_keys(tiles, work, n, mask, heads, rules):
 
 @jit
 def consumer(
-    GROUP: gl.constexpr, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr, results, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dV (group 0) or dK (group 1) of each block."""

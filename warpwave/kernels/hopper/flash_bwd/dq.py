@@ -20,7 +20,6 @@ from warpwave.kernels.hopper.dropout import key_of, of_call, of_head
 from warpwave.kernels.hopper.flash_bwd.band import Options, Rules, band_of, first_statistic, key_tiles, visible
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, bias_of, bytes_of, load_bias, store_gradient
 from warpwave.kernels.hopper.flash_bwd.steps import (
-    Mask,
     gradient,
     mask_lines,
     mask_words,
@@ -35,7 +34,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_keys_before,
     zero_sums,
 )
-from warpwave.kernels.hopper.groups import Dropout, Schedule
+from warpwave.kernels.hopper.groups import Dropout, Mask, Schedule
 from warpwave.kernels.hopper.parts import (
     ROWS,
     Ring,
@@ -134,7 +133,7 @@ class Place(OfQueries):
 
 
 @jit
-def producer(maps, mask, tiles, offsets, schedule, counter_ptr, rules):
+def producer(maps, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules):
     """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
     q_maps, k_maps, v_maps, dout_maps = maps
     n = 0
@@ -233,7 +232,7 @@ def is_cut(row_first, key_first, band, rules):
 
 
 @jit
-def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
+def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
     """Returns dQ before the scale of a group's queries, and the number of the next tile of keys."""
     band = band_of(work, rules)
     block_first = band.q_begin + work.tile * rules.BLOCK_M
@@ -320,7 +319,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
 
 
 @jit
-def consumer(GROUP: gl.constexpr, place, mask, tiles, schedule, rules, HEAD_DIM: gl.constexpr):
+def consumer(GROUP: gl.constexpr, place, mask: Mask, tiles, schedule: Schedule, rules, HEAD_DIM: gl.constexpr):
     """Computes dQ of the GROUP-th 64 queries of each block."""
     n = 0  # tiles of keys processed so far
     messages = 0

@@ -19,7 +19,6 @@ Bound: tensor cores and shared memory take about as long (docs/notes/backward.md
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import has_dropout, key_of, of_call, of_head
 from warpwave.kernels.hopper.flash_bwd.band import (
-    KeySchedule,
     Options,
     Rules,
     band_of,
@@ -31,7 +30,6 @@ from warpwave.kernels.hopper.flash_bwd.band import (
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
-    KeyGradients,
     Results,
     Stream,
     gradient,
@@ -51,7 +49,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_tail,
 )
 from warpwave.kernels.hopper.flash_bwd.turns import Turns, pass_turn, rank_of, wait_for_turn
-from warpwave.kernels.hopper.groups import Dropout
+from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,

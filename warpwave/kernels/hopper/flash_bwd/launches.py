@@ -126,7 +126,7 @@ def block_sizes(problem: AttentionProblem) -> list[int]:
 
 def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_of_row: int) -> list[Any]:
     """Returns the first numbers of a launch that draws blocks of keys (band.work_on_keys), in its order: those of
-    `steps.KeyGradients`, `band.KeySchedule` and `band.Options`.
+    `groups.KeyGradients`, `groups.KeySchedule` and `band.Options`.
 
     Args:
         bytes_of_row: bytes of a query of a head in L2.

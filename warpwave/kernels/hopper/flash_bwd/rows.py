@@ -49,8 +49,8 @@ def _clamped(cu_seqlens_ptr, b, total):
 
 @jit
 def _place(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths, window, BLOCK_M: tl.constexpr, IS_VARLEN: tl.constexpr,
-    ALIGN: tl.constexpr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths: Lengths, window: Window, BLOCK_M: tl.constexpr,
+    IS_VARLEN: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
     see a key, [q_begin, q_end), and the tile's number in the sequence, negative if it belongs to none."""

@@ -2,11 +2,10 @@
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
-from typing import NamedTuple
-
 from warpwave.kernels.hopper.dropout import drop, has_dropout
 from warpwave.kernels.hopper.flash_bwd.band import begins_early, tile_at, visible
 from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
+from warpwave.kernels.hopper.groups import KeyGradients, Mask
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
     LOG2_E,
@@ -33,7 +32,6 @@ from warpwave.runtime.gluon_or_stub import (
     tma_load,
     tma_store,
 )
-from warpwave.runtime.parameters import Pointer
 
 
 @aggregate
@@ -51,24 +49,6 @@ class Heads:
     rows: gl.tensor
 
 
-class KeyGradients(NamedTuple):
-    """The destination of dK and dV without tensor maps, with strides of batch, head and row. Also ALiBi's slopes, and
-    the offsets of packed sequences: as in `band.KeySchedule`, those of queries are of keys."""
-
-    dk_ptr: Pointer
-    dv_ptr: Pointer
-    alibi_slopes_ptr: Pointer
-    cu_seqlens_k_ptr: Pointer
-    cu_seqlens_q_ptr: Pointer
-    stride_alibi_b: int
-    stride_dk_b: int
-    stride_dk_h: int
-    stride_dk_n: int
-    stride_dv_b: int
-    stride_dv_h: int
-    stride_dv_n: int
-
-
 @aggregate
 class Results(KeyGradients):
     """The destination of dK and dV with the tensor maps of their pieces."""
@@ -77,28 +57,8 @@ class Results(KeyGradients):
     dv_maps: object
 
 
-class Mask(NamedTuple):
-    """A packed mask (prepass/mask_bits.py). Its rows are keys if scores are computed transposed.
-
-    Attributes:
-        words_ptr: its words, with strides of batch, head, tile of columns and row.
-        walks_ptr: lists of the steps of a block that show a pair (launches.with_walks), with strides of batch, head and
-            block.
-    """
-
-    words_ptr: Pointer
-    walks_ptr: Pointer
-    stride_words_b: int
-    stride_words_h: int
-    stride_words_t: int
-    stride_words_m: int
-    stride_walks_b: int
-    stride_walks_h: int
-    stride_walks_t: int
-
-
 @jit
-def mask_lines(mask, work, row_first, rows_end, WIDTH: gl.constexpr, rules):
+def mask_lines(mask: Mask, work, row_first, rows_end, WIDTH: gl.constexpr, rules):
     """Returns the addresses of the words of 64 rows of the first head, 0 without a mask."""
     lines = gl.to_tensor(0)
     if rules.HAS_MASK:
@@ -108,7 +68,7 @@ def mask_lines(mask, work, row_first, rows_end, WIDTH: gl.constexpr, rules):
 
 
 @jit
-def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
+def mask_words(mask: Mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
     """Returns the words of a tile of a head, 0 without a mask."""
     words = gl.to_tensor(0)
     if rules.HAS_MASK:
@@ -117,7 +77,7 @@ def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
 
 
 @jit
-def walk_of(mask, work, block, rules):
+def walk_of(mask: Mask, work, block, rules):
     """Returns the address of the list of a block's steps, 0 without a mask. The number of steps comes first."""
     walk = gl.to_tensor(0)
     if rules.HAS_MASK:

@@ -26,6 +26,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     without_unseen,
     word_of,
 )
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -316,7 +317,7 @@ class Consumer:
 
 
 @jit
-def consumer(GROUP: gl.constexpr, role, queries, schedule):
+def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
     """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty

@@ -15,6 +15,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     tiles_shown,
     word_of,
 )
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     ROWS,
     Ring,
@@ -62,7 +63,7 @@ class Producer:
 
 
 @jit
-def producer(role, queries, schedule, counter_ptr):
+def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
     """Draws tiles of queries and loads their operands. With a mask or bias, it also reloads every block whose consumer
     reports a non-finite output (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
     box = role.box

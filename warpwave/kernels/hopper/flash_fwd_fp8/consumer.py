@@ -25,6 +25,7 @@ from warpwave.kernels.hopper.flash_fwd_fp8.products import (
     zero_accumulator,
 )
 from warpwave.kernels.hopper.flash_fwd_fp8.turns import end_turn, last_turn, skip_in_turn, start_turns, take_turn
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -250,7 +251,7 @@ class Consumer:
 
 
 @jit
-def consumer(GROUP: gl.constexpr, role, queries, schedule):
+def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
     """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty

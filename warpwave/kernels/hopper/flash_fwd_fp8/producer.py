@@ -3,6 +3,7 @@ consumers, and keeps the rings of K and V full; tiles of V are [columns, keys], 
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_fwd.producer import load_queries
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import ROWS, load_tile, tile_bytes
 from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
 from warpwave.kernels.hopper.visible import keys_of_sequence, tiles_of_block
@@ -11,7 +12,7 @@ from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, mbarrier
 
 
 @jit
-def producer(role, queries, schedule, counter_ptr):
+def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
     """Draws tiles of queries and loads their operands. `role` is `flash_fwd.producer.Producer`."""
     box = role.box
     rules = role.rules

@@ -31,6 +31,7 @@ fenced by each of its writers before the barrier that announces it.
 from typing import NamedTuple
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import LOG2_E, ROWS, accumulator_layout, like, matrix, rescale, tile_bytes, wait_full
 from warpwave.kernels.hopper.rows import zero_rows
 from warpwave.kernels.hopper.softmax import (
@@ -134,7 +135,7 @@ def load_chunk(ring, tensor_map, n, batch, head, row, column):
 
 
 @jit
-def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, row, widths):
+def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, row, widths: Widths):
     """Loads Q of one tile of queries once the previous tile's is no longer needed."""
     mbarrier.wait(q_empty.index(0), (messages & 1) ^ 1)
     mbarrier.expect(q_full.index(0), widths.K_CHUNKS * tile_bytes((tensor_map,)))
@@ -143,14 +144,14 @@ def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, ro
 
 
 @jit
-def load_keys(ring, tensor_map, n, batch, head, row, widths):
+def load_keys(ring, tensor_map, n, batch, head, row, widths: Widths):
     """Loads K of one tile of keys into its ring's chunks from n on."""
     for i in gl.static_range(widths.K_CHUNKS):
         load_chunk(ring, tensor_map, n + i, batch, head, row, i * CHUNK)
 
 
 @jit
-def load_values(ring_0, ring_1, tensor_map, n, batch, head, row, column, widths):
+def load_values(ring_0, ring_1, tensor_map, n, batch, head, row, column, widths: Widths):
     """Loads V of one tile of keys: each warpgroup's chunks into its ring, from n on."""
     for i in gl.static_range(count_of(widths.V_CHUNKS, 0)):
         first = column + chunk_of(widths.V_CHUNKS, 0, i) * CHUNK
@@ -176,8 +177,8 @@ def chunk(ring, n):
 
 @jit
 def producer(
-    q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, widths, rules, queries,
-    schedule, counter_ptr,
+    q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, widths: Widths, rules,
+    queries: Queries, schedule: Schedule, counter_ptr,
 ):  # fmt: skip
     """Draws tiles of queries and loads their operands."""
     n_k = 0  # chunks of K requested so far
@@ -238,7 +239,7 @@ def whole_tiles(keys, row_first, begin, end, rules):
 
 
 @jit
-def product_with_keys(q_tiles, ring, n, widths):
+def product_with_keys(q_tiles, ring, n, widths: Widths):
     """Returns Q K^T of one tile of keys, whose chunks start at n. Each chunk is handed back as soon as the next product
     is in flight."""
     scores = zero_accumulator(KEYS)
@@ -253,7 +254,7 @@ def product_with_keys(q_tiles, ring, n, widths):
 
 
 @jit
-def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths):
+def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths: Widths):
     """Starts adding the product of chunk I of a row of Q and K to the scores."""
     wait_full(ring, n + I)
     q = matrix(q_tiles.index(I))
@@ -266,7 +267,7 @@ def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths):
 
 @jit
 def step(
-    q_tiles, ring, n, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths, rules,
+    q_tiles, ring, n, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths: Widths, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
     """Sends the probabilities of the tile with scores x to the warpgroups of values as message s. Returns the scores of
@@ -306,7 +307,8 @@ def send(p, alpha, p_tiles, factors, p_full, p_empty, s):
 
 @jit
 def scores(
-    queries, schedule, q_tiles, q_full, q_empty, ring, p_tiles, factors, p_full, p_empty, box, widths, rules
+    queries: Queries, schedule: Schedule, q_tiles, q_full, q_empty, ring, p_tiles, factors, p_full, p_empty, box,
+    widths: Widths, rules,
 ):  # fmt: skip
     """Computes scores and softmax of 64 queries at a time."""
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(KEYS))
@@ -436,8 +438,8 @@ def rescaled(acc, alpha):
 
 @jit
 def values(
-    GROUP: gl.constexpr, ring, out_ptr, schedule, num_heads, head_dim_v, p_tiles, factors, p_full, p_empty, box, widths,
-    rules,
+    GROUP: gl.constexpr, ring, out_ptr, schedule: Schedule, num_heads, head_dim_v, p_tiles, factors, p_full, p_empty,
+    box, widths: Widths, rules,
 ):  # fmt: skip
     """Computes half of the columns of the output, for 64 queries at a time."""
     COUNT: gl.constexpr = count_of(widths.V_CHUNKS, GROUP)
