@@ -174,7 +174,7 @@ class Language(types.SimpleNamespace):
         self.float32, self.int32, self.int64 = torch.float32, torch.int32, torch.int64
         self.int8, self.int16, self.float8e4nv = torch.int8, torch.int16, torch.float8_e4m3fn
         self.program_id, self.num_programs = lambda axis: program, lambda axis: programs
-        self.constexpr = lambda x: x
+        self.constexpr, self.tuple = lambda x: x, tuple
         self.static_range = range
         self.to_tensor = torch.tensor
         self.NVMMASharedLayout = self.SwizzledSharedLayout = lambda *a, **k: None
@@ -383,15 +383,19 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             return types.SimpleNamespace(**{k: v for k, v in space(value).items() if k != "__builtins__"})
         if type(value).__name__ == "constexpr":
             return value.value
-        if inspect.isclass(value) and value.__module__ in modules and not issubclass(value, tuple):
+        if inspect.isclass(value) and value.__module__ in modules and "hash_attrs" in vars(value):
             constructor = vars(value)["hash_attrs"][0]  # an aggregate's, as it was written
-            fields = list(inspect.signature(getattr(constructor, "fn", constructor)).parameters.values())[1:]
-            names, defaults = [f.name for f in fields], {f.name: f.default for f in fields}
-            needed = sum(f.default is inspect.Parameter.empty for f in fields)
+            code = getattr(constructor, "fn", constructor)
+            make = types.FunctionType(code.__code__, {"gl": block.language}, code.__name__, code.__defaults__)
 
             def aggregate(*a: Any) -> types.SimpleNamespace:
-                assert needed <= len(a) <= len(fields)
-                return types.SimpleNamespace(**(defaults | dict(zip(names, a, strict=False))))
+                groups = vars(value).get("groups", [False] * len(a))
+                fields: list[Any] = []
+                for given, is_group in zip(a, groups, strict=False):
+                    fields += given if is_group else [given]
+                made = types.SimpleNamespace()
+                make(made, *fields)
+                return made
 
             return aggregate
         code = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)

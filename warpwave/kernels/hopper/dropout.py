@@ -16,8 +16,10 @@ PERIOD = gl.constexpr(16)  # tiles begin at multiples of it
 
 
 @aggregate
-class OfCall(groups.Dropout):
+class OfCall:
     """Dropout of a call."""
+
+    dropout: groups.Dropout
 
 
 @aggregate
@@ -49,7 +51,7 @@ def has_dropout(dropout):
 def of_call(dropout: groups.Dropout):
     """Returns the dropout of a call as an aggregate, () without dropout."""
     if dropout.seed_ptr is not None:
-        return OfCall(*dropout)
+        return OfCall(dropout)
     else:
         return ()
 

@@ -33,9 +33,10 @@ class Options(NamedTuple):
 
 
 @aggregate
-class Rules(Options):
+class Rules:
     """The options, and what a consumer replaces for a head or a tile: the scale, dropout and factors."""
 
+    options: Options
     ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length
     dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
     factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized

@@ -39,9 +39,10 @@ class Options(NamedTuple):
 
 
 @aggregate
-class Rules(Options):
+class Rules:
     """The options, and dropout: `dropout.OfCall`, in a consumer that of a head; () without dropout."""
 
+    options: Options
     dropout: object
 
 

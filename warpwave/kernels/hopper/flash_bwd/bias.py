@@ -38,7 +38,7 @@ class BiasOfCall(NamedTuple):
 
 
 @aggregate
-class Bias(BiasOfCall):
+class Bias:
     """The bias of a call, and its gradient.
 
     Args:
@@ -48,6 +48,7 @@ class Bias(BiasOfCall):
         full: barriers of these tiles if they are not copied with K; else unused.
     """
 
+    of_call: BiasOfCall
     maps: gl.tuple
     gradient_maps: gl.tuple
     tiles: gl.shared_memory_descriptor

@@ -321,17 +321,19 @@ def dkv_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    rules = Rules(*options, of_call(dropout))
+    rules = Rules(options, of_call(dropout))
     heads = Heads(schedule.num_heads_q, schedule.group_size, options.statistic_rows)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
     )
-    p = gl.allocate_shared_memory(gl.float32, [2, 1, 1, rules.BLOCK_N, rules.BLOCK_M], gl.NVMMASharedLayout(128, 32, 4))
+    p = gl.allocate_shared_memory(
+        gl.float32, [2, 1, 1, options.BLOCK_N, options.BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)
+    )
     bias_maps = ()
     bias_tiles = p
     bias_full = box.full
-    if rules.BIAS == "cells":
+    if options.BIAS == "cells":
         bias_maps = (bias_map,)
         count: gl.constexpr = as_stages_of_p(p, bias_map)
         bias_tiles = reinterpret(p, bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
@@ -346,7 +348,7 @@ def dkv_kernel(
         p,
         barriers(2),
         barriers(2),
-        Bias(*bias, bias_maps, (), bias_tiles, bias_full),
+        Bias(bias, bias_maps, (), bias_tiles, bias_full),
         box,
     )
     mbarrier.init(tiles.full.index(0), count=1)
@@ -354,12 +356,12 @@ def dkv_kernel(
     for i in gl.static_range(2):
         mbarrier.init(tiles.p_full.index(i), count=1)
         mbarrier.init(tiles.p_empty.index(i), count=1)
-        if rules.BIAS == "cells":
+        if options.BIAS == "cells":
             mbarrier.init(bias_full.index(i), count=1)
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
-    results = Results(*gradients, present(dk_map, dk_map_2, dk_map_3), present(dv_map, dv_map_2, dv_map_3))
+    results = Results(gradients, present(dk_map, dk_map_2, dk_map_3), present(dv_map, dv_map_2, dv_map_3))
     seqlen_q = schedule.seqlen_k
     seqlen_k = schedule.seqlen_q
     maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map

@@ -121,9 +121,10 @@ class OfQueries(NamedTuple):
 
 
 @aggregate
-class Place(OfQueries):
+class Place:
     """The data of queries with the tensor maps of dQ. Items have `num_heads` heads and up to `longest` queries."""
 
+    of_queries: OfQueries
     dq_maps: gl.tuple
     num_heads: gl.tensor
     longest: gl.tensor
@@ -389,7 +390,7 @@ def dq_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    rules = Rules(*options, of_call(dropout))
+    rules = Rules(options, of_call(dropout))
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
@@ -398,7 +399,7 @@ def dq_kernel(
     bias_maps = ()
     dbias_maps = ()
     bias_tiles = q_tiles
-    if rules.BIAS == "cells":
+    if options.BIAS == "cells":
         bias_maps = (bias_map,)
         bias_tiles = buffers(bias_maps, STAGES * GROUPS)
         if WRITE_DBIAS:
@@ -410,7 +411,7 @@ def dq_kernel(
         barriers(GROUPS),
         Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1),
         Ring(buffers(v_maps, STAGES_V), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, 0, 1),
-        Bias(*bias, bias_maps, dbias_maps, bias_tiles[0], box.full),
+        Bias(bias, bias_maps, dbias_maps, bias_tiles[0], box.full),
         box,
     )
     ring_init(tiles.keys, GROUPS)
@@ -421,7 +422,7 @@ def dq_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
-    place = Place(*of_queries, present(dq_map, dq_map_2, dq_map_3), schedule.num_heads, schedule.seqlen_q)
+    place = Place(of_queries, present(dq_map, dq_map_2, dq_map_3), schedule.num_heads, schedule.seqlen_q)
     gl.warp_specialize(
         [
             (consumer, (0, place, mask, tiles, schedule, rules, HEAD_DIM)),

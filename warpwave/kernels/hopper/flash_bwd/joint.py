@@ -484,7 +484,7 @@ def joint_kernel(
     head, row, column), those of statistics (batch * head, row), that of dQ's sums (line, LINE). In the schedule keys
     take the place of queries (band.work_on_keys).
     """
-    rules = Rules(*options, of_call(dropout))
+    rules = Rules(options, of_call(dropout))
     heads = Heads(schedule.num_heads_q, schedule.group_size, options.statistic_rows)
     turns = Turns(turns_ptr, IS_DETERMINISTIC)
     dtype: gl.constexpr = q_map.dtype
@@ -503,7 +503,7 @@ def joint_kernel(
         barriers(1),
         queries,
         dout,
-        gl.allocate_shared_memory(dtype, [rules.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
+        gl.allocate_shared_memory(dtype, [options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
         barriers(ADDERS * GROUPS),
         barriers(GROUPS),
@@ -518,7 +518,7 @@ def joint_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=READERS)
     fence_async_shared()
-    results = Results(*gradients, (dk_map,), (dv_map,))
+    results = Results(gradients, (dk_map,), (dv_map,))
     seqlen_q = schedule.seqlen_k
     seqlen_k = schedule.seqlen_q
     maps = (q_map,), (k_map,), (v_map,), (dout_map,), lse_map, delta_map

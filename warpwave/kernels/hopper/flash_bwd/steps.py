@@ -50,9 +50,10 @@ class Heads:
 
 
 @aggregate
-class Results(KeyGradients):
+class Results:
     """The destination of dK and dV with the tensor maps of their pieces."""
 
+    gradients: KeyGradients
     dk_maps: object
     dv_maps: object
 

@@ -89,7 +89,7 @@ def hopper_flash_fwd_kernel(
     if q_descale_ptr is not None:
         of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
         factors = Factors(q_descale_ptr, q_descale_strides, of_k, schedule.group_size, Q_BLOCK)
-    rules = Rules(*options, K_BLOCK > 0, of_call(dropout), factors)
+    rules = Rules(options, K_BLOCK > 0, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
         num_heads_kv = schedule.num_heads // schedule.group_size
@@ -103,7 +103,7 @@ def hopper_flash_fwd_kernel(
         if mask_and_bias.BIAS == "cells":
             bias_maps = (bias_map,)
             bias_tiles = buffers(bias_maps, STAGES * GROUPS)
-        beside = Beside(*mask_and_bias, bias_maps, bias_tiles[0])
+        beside = Beside(mask_and_bias, bias_maps, bias_tiles[0])
     k_full = barriers(STAGES)
     v_full = barriers(STAGES)
     if NAMED_BARRIERS:

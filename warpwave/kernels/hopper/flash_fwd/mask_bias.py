@@ -74,7 +74,7 @@ class MaskAndBias(NamedTuple):
 
 
 @aggregate
-class Beside(MaskAndBias):
+class Beside:
     """Mask and bias of a call, at least one of them.
 
     Args:
@@ -82,6 +82,7 @@ class Beside(MaskAndBias):
             stages of the ring of K times the groups. They are loaded with K.
     """
 
+    mask_and_bias: MaskAndBias
     maps: gl.tuple
     tiles: gl.shared_memory_descriptor
 

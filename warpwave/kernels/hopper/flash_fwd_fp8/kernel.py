@@ -90,7 +90,7 @@ def hopper_flash_fwd_fp8_kernel(
     of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
     of_v = OfKeys(v_descale_ptr, v_descale_strides, V_BLOCK)
     factors = Factors(q_descale_ptr, q_descale_strides, of_k, schedule.group_size, Q_BLOCK)
-    rules = Rules(*options, True, (), factors)
+    rules = Rules(options, True, (), factors)
 
     q_tiles = buffers(q_maps, GROUPS)
     k_ring = Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)

@@ -99,10 +99,10 @@ def hopper_large_head_dim_kernel(
     Tensor maps have the axes (batch, head, row, column) and copy chunks. The scheduler counts each part of the columns
     of V as a head: head h, part p is its head h * V_PARTS + p.
     """
-    rules = Rules(
+    rules = Rules((
         window_left, window_right, scale, softcap_log2, 1, roles.KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, False, False, 1, 0,
-    )  # fmt: skip
+    ))  # type: ignore[arg-type]  # fmt: skip
     dtype: gl.constexpr = k_map.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [widths.K_CHUNKS] + q_map.block_type.shape, q_map.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
