@@ -16,6 +16,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials
+from warpwave.kernels.groups import Pages, Window
 from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 from warpwave.runtime import launch
@@ -141,12 +142,13 @@ def test_shares_are_even() -> None:
     from warpwave.kernels.large_head_dim import latent_device as device
 
     modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
+    pages, window = Pages(None, None, None, 0, 0, 0, 0, False), Window(0, 0, False, False, False)  # type: ignore
     for length, splits in ((1, 3), (64, 1), (640, 3), (4096, 16), (4100, 16), (128, 5)):
         ends, sizes = [0], []
         for split in range(splits):
             block = gluon_on_cpu.Block(torch.tensor(splits + split), torch.tensor(2 * splits))  # type: ignore[arg-type]
             roles = gluon_on_cpu.functions(modules, block)[device.__name__]
-            share = roles.share_of(None, None, length, splits, 0, 0, 0, 0, False, False, False, False)
+            share = roles.share_of(pages, window, length, splits)
             assert share.batch == 1 and int(share.first) == ends[-1]
             ends.append(int(share.last))
             sizes.append((int(share.last) - int(share.first)) // 64)
