@@ -19,7 +19,7 @@ class Queries(NamedTuple):
     """What the queries of a call read and write without tensor maps.
 
     Attributes:
-        out_ptr: out, if rows are stored one by one: packed or in float32.
+        out_ptr: out, given where rows are not stored by a tensor map: packed, in float32, and by large_head_dim.
         lse_ptr: the log-sum-exp, (batch, head, query) float32, or (head, token) if packed.
         alibi_slopes_ptr, sinks_ptr: float32, (batch, head) and (head,); strides along heads are 1.
         cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets of packed sequences, int32.

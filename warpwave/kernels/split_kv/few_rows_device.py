@@ -20,9 +20,6 @@ Bound: memory, `2 * (head_dim + head_dim_v)` bytes for each key of a kv head.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from typing import NamedTuple
-
-from warpwave.kernels.groups import Partials, Window
 from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,
@@ -48,26 +45,13 @@ from warpwave.runtime.gluon_or_stub import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from warpwave.runtime.parameters import Pointer
 
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
 ROWS = gl.constexpr(16)  # queries of all heads of a program, padding included
 UNSPECIALIZED = [
-    *("stride_qb", "stride_qm", "stride_qh", "seqlen_q", "seqlen_k", "num_heads_kv", "rows_heads", "first_key"),
+    *("stride_qb", "stride_qm", "stride_qh", "seqlen_q", "seqlen_k", "num_heads_kv", "num_splits", "rows_heads"),
+    *("window_left", "window_right", "first_key", "stride_table", "num_pages", "num_rows"),
 ]
-
-
-class Pages(NamedTuple):
-    """As `kernels.groups.Pages`, but with the numbers first (hopper/groups.py)."""
-
-    stride_table: int
-    num_pages: int
-    num_rows: int
-    table_ptr: Pointer
-    seqused_k_ptr: Pointer
-    rows_ptr: Pointer
-    PAGE_SIZE: gl.constexpr
-    HAS_ROWS: gl.constexpr
 
 
 @aggregate
@@ -96,7 +80,10 @@ class Call:
     num_splits: gl.tensor
     seqlen_q: gl.tensor
     capacity: gl.tensor
+    window_left: gl.tensor
+    window_right: gl.tensor
     first_key: gl.tensor
+    num_rows: gl.tensor
 
 
 @constexpr_function
@@ -114,45 +101,45 @@ def neighbor(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
 
 
 @jit
-def table_row_of(pages: Pages, call):
+def table_row_of(rows_ptr, call, HAS_ROWS: gl.constexpr):
     """Returns the row of the page table, clamped to a valid one."""
     row = call.batch
-    if pages.HAS_ROWS:
-        row = gl.minimum(gl.maximum(gl.load(pages.rows_ptr + call.batch), 0), pages.num_rows - 1).to(gl.int32)
+    if HAS_ROWS:
+        row = gl.minimum(gl.maximum(gl.load(rows_ptr + call.batch), 0), call.num_rows - 1).to(gl.int32)
     return row
 
 
 @jit
-def length_of(pages: Pages, table_row, call):
+def length_of(seqused_k_ptr, table_row, call, PAGE_SIZE: gl.constexpr):
     """Returns the number of keys of the sequence, at most what the table holds."""
     length = call.capacity
-    if pages.PAGE_SIZE > 0:
-        length = gl.minimum(gl.maximum(gl.load(pages.seqused_k_ptr + table_row), 0), length).to(gl.int32)
+    if PAGE_SIZE > 0:
+        length = gl.minimum(gl.maximum(gl.load(seqused_k_ptr + table_row), 0), length).to(gl.int32)
     return length
 
 
 @jit
-def band(call, window: Window, length):
+def band(call, length, TOP_LEFT: gl.constexpr):
     """Returns (low, high): query i sees keys i + low to i + high, as in primitives.band_edges."""
     offset = length - call.seqlen_q
-    low = offset - window.left
-    high = offset + window.right
-    if window.TOP_LEFT:
+    low = offset - call.window_left
+    high = offset + call.window_right
+    if TOP_LEFT:
         high = gl.minimum(high, 0)
     return low, high
 
 
 @jit
-def keys_of(call, window: Window, length, KEYS: gl.constexpr):
+def keys_of(call, length, KEYS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr):
     """Returns (first, begin, end): this split's first step, and the keys that any query of the program sees."""
-    low, high = band(call, window, length)
+    low, high = band(call, length, TOP_LEFT)
     begin = call.first_key
     end = length
-    if window.HAS_LOW:
+    if HAS_LOW:
         begin = gl.maximum(begin, low)
-    if window.HAS_HIGH:
+    if HAS_HIGH:
         end = gl.minimum(end, call.seqlen_q + high)
-    if window.HAS_LOW and window.HAS_HIGH:
+    if HAS_LOW and HAS_HIGH:
         # A window that begins past the diagonal (top-left causal) shows nothing at all.
         end = gl.where(low > high, 0, end)
     return (begin // KEYS + call.split) * KEYS, begin, end
@@ -183,8 +170,9 @@ def load_tile(ring, tensor_map, n, pools, head, row, COPY: gl.constexpr, KEYS: g
 
 @jit
 def producer(
-    k_map, v_map, k_ring, v_ring, pages: Pages, window: Window, call, KEYS: gl.constexpr, COPY: gl.constexpr,
-    LAUNCHED_AHEAD: gl.constexpr,
+    k_map, v_map, k_ring, v_ring, page_table_ptr, seqused_k_ptr, rows_ptr, stride_table, num_pages, call,
+    KEYS: gl.constexpr, COPY: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr, LAUNCHED_AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Loads the split's keys and values, tile after tile. Each lane holds one page id. The next 32 are loaded while
     these are used, because a load from saturated memory takes as long as the data in flight: several steps."""
@@ -194,30 +182,30 @@ def producer(
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     if LAUNCHED_AHEAD:
         neighbor("wait", 32)
-    table_row = table_row_of(pages, call)
-    if pages.PAGE_SIZE > 0:
-        table_ptr = pages.table_ptr + table_row.to(gl.int64) * pages.stride_table
-        if not window.HAS_LOW:  # otherwise the start of the split depends on the length
+    table_row = table_row_of(rows_ptr, call, HAS_ROWS)
+    if PAGE_SIZE > 0:
+        page_table_ptr += table_row.to(gl.int64) * stride_table
+        if not HAS_LOW:  # otherwise the start of the split depends on the length
             key = (call.first_key // KEYS + call.split) * KEYS
-            ids = page_ids(table_ptr, key, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
-            more = page_ids(table_ptr, key + STEPS * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
-    length = length_of(pages, table_row, call)
-    first, _, end = keys_of(call, window, length, KEYS)
-    if pages.PAGE_SIZE > 0 and window.HAS_LOW:
-        ids = page_ids(table_ptr, first, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
-        more = page_ids(table_ptr, first + STEPS * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
+            ids = page_ids(page_table_ptr, key, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+            more = page_ids(page_table_ptr, key + STEPS * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+    length = length_of(seqused_k_ptr, table_row, call, PAGE_SIZE)
+    first, _, end = keys_of(call, length, KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT)
+    if PAGE_SIZE > 0 and HAS_LOW:
+        ids = page_ids(page_table_ptr, first, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+        more = page_ids(page_table_ptr, first + STEPS * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
     for n in range(gl.cdiv(gl.maximum(end - first, 0), stride)):
         key = first + n * stride
-        if pages.PAGE_SIZE > 0:
+        if PAGE_SIZE > 0:
             pools = ()
             for i in gl.static_range(PAGES):
                 mine = gl.sum(gl.where(lanes == n % STEPS * PAGES + i, ids, 0), axis=0)
-                pools = pools + (gl.minimum(gl.maximum(mine, 0), pages.num_pages - 1).to(gl.int32),)
-            row = key % pages.PAGE_SIZE  # 0 if several pages make a tile
+                pools = pools + (gl.minimum(gl.maximum(mine, 0), num_pages - 1).to(gl.int32),)
+            row = key % PAGE_SIZE  # 0 if several pages make a tile
             if n % STEPS == STEPS - 1:
                 ids = more
                 more = page_ids(
-                    table_ptr, key + (STEPS + 1) * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY
+                    page_table_ptr, key + (STEPS + 1) * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY
                 )
         else:
             pools = (call.batch,)
@@ -301,10 +289,12 @@ def add_values(p_tile, ring, n, acc, alpha):
 
 @jit
 def consumer(
-    q_ptr, out_ptr, lse_ptr, partials: Partials, sinks_ptr, pages: Pages, window: Window, stride_qm, stride_qh,
-    rows_heads, num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call, KEYS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, WRITE_LSE: gl.constexpr, LAUNCHED_AHEAD: gl.constexpr,
+    q_ptr, out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, seqused_k_ptr, rows_ptr, stride_qm, stride_qh, rows_heads,
+    num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call,
+    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, WRITE_LSE: gl.constexpr,
+    LAUNCHED_AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Computes the split's state of all rows, or their output if no other split has keys."""
     layout: gl.constexpr = accumulator_layout(ROWS)
@@ -313,15 +303,15 @@ def consumer(
     if LAUNCHED_AHEAD:
         neighbor("wait")
         neighbor("launch_dependents")
-    length = length_of(pages, table_row_of(pages, call), call)
+    length = length_of(seqused_k_ptr, table_row_of(rows_ptr, call, HAS_ROWS), call, PAGE_SIZE)
     store_queries(q_ptr, q_tiles, stride_qm, stride_qh, call, k_ring.boxes, HEAD_DIM, GROUP)
-    low, high = band(call, window, length)
-    first, begin, end = keys_of(call, window, length, KEYS)
+    low, high = band(call, length, TOP_LEFT)
+    first, begin, end = keys_of(call, length, KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT)
     whole_begin = begin
     whole_end = end
-    if window.HAS_LOW:
+    if HAS_LOW:
         whole_begin = gl.maximum(begin, call.seqlen_q - 1 + low)
-    if window.HAS_HIGH:
+    if HAS_HIGH:
         whole_end = gl.minimum(end, high + 1)
     rows = gl.arange(0, ROWS, by_row)
     queries = rows // GROUP
@@ -341,9 +331,9 @@ def consumer(
         if (key < whole_begin) | (key + KEYS > whole_end):
             keys = key + gl.arange(0, KEYS, by_key)
             visible = ((keys >= begin) & (keys < end))[:, None] & (rows >= 0)[None, :]
-            if window.HAS_LOW:
+            if HAS_LOW:
                 visible = visible & (keys[:, None] >= (queries + low)[None, :])
-            if window.HAS_HIGH:
+            if HAS_HIGH:
                 visible = visible & (keys[:, None] <= (queries + high)[None, :])
             x = gl.where(visible, x, float("-inf"))
         p, alpha, m_i, l_i = softmax_of_columns(x, m_i, l_i)
@@ -364,9 +354,9 @@ def consumer(
     factor = gl.full([ROWS], 1.0, gl.float32, by_row)
     if SPLIT:
         of_part = call.split.to(gl.int64) * rows_heads
-        gl.store(partials.state_ptr + (2 * of_part + of_row), m_i, mask=inside)
-        gl.store(partials.state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
-        to = partials.acc_ptr + (of_part + of_row) * HEAD_DIM_V
+        gl.store(state_ptr + (2 * of_part + of_row), m_i, mask=inside)
+        gl.store(state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
+        to = acc_ptr + (of_part + of_row) * HEAD_DIM_V
     else:
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
@@ -390,18 +380,26 @@ def few_rows_kernel(
     q_ptr,
     out_ptr,
     lse_ptr,
+    acc_ptr,
+    state_ptr,
+    sinks_ptr,
+    page_table_ptr,
+    seqused_k_ptr,
+    rows_ptr,
     stride_qb,
     stride_qm,
     stride_qh,
     seqlen_q,
     seqlen_k,
     num_heads_kv,
-    partials: Partials,
+    num_splits,
     rows_heads,
-    window: Window,
-    sinks_ptr,
+    window_left,
+    window_right,
     first_key,
-    pages: Pages,
+    stride_table,
+    num_pages,
+    num_rows,
     scale,
     softcap,
     KEYS: gl.constexpr,
@@ -410,8 +408,13 @@ def few_rows_kernel(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     SPLIT: gl.constexpr,
+    HAS_LOW: gl.constexpr,
+    HAS_HIGH: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    HAS_ROWS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
     LAUNCHED_AHEAD: gl.constexpr,
 ):
@@ -445,21 +448,30 @@ def few_rows_kernel(
     v_ring = Tiles(v_tiles, v_full, v_empty, STAGES, V_BOXES)
     pid = gl.program_id(0)
     head = pid % num_heads_kv
-    split = pid // num_heads_kv % partials.num_splits
-    batch = pid // (num_heads_kv * partials.num_splits)
-    call = Call(batch, head, split, partials.num_splits, seqlen_q, seqlen_k, first_key)
+    split = pid // num_heads_kv % num_splits
+    batch = pid // (num_heads_kv * num_splits)
+    call = Call(
+        batch, head, split, num_splits, seqlen_q, seqlen_k, window_left, window_right, first_key, num_rows
+    )  # fmt: skip
     q_ptr += batch.to(gl.int64) * stride_qb
     gl.warp_specialize(
         [
             (
                 consumer,
                 (
-                    q_ptr, out_ptr, lse_ptr, partials, sinks_ptr, pages, window, stride_qm, stride_qh, rows_heads,
-                    num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call, KEYS, HEAD_DIM, HEAD_DIM_V,
-                    GROUP, SPLIT, HAS_SINKS, HAS_SOFTCAP, WRITE_LSE, LAUNCHED_AHEAD,
+                    q_ptr, out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, seqused_k_ptr, rows_ptr, stride_qm,
+                    stride_qh, rows_heads, num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call,
+                    KEYS, HEAD_DIM, HEAD_DIM_V, GROUP, PAGE_SIZE, HAS_ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, SPLIT,
+                    HAS_SINKS, HAS_SOFTCAP, WRITE_LSE, LAUNCHED_AHEAD,
                 ),
             ),
-            (producer, (k_map, v_map, k_ring, v_ring, pages, window, call, KEYS, COPY, LAUNCHED_AHEAD)),
+            (
+                producer,
+                (
+                    k_map, v_map, k_ring, v_ring, page_table_ptr, seqused_k_ptr, rows_ptr, stride_table, num_pages,
+                    call, KEYS, COPY, PAGE_SIZE, HAS_ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, LAUNCHED_AHEAD,
+                ),
+            ),
         ],
         [1],
         [56],
