@@ -302,7 +302,7 @@ def dkv_kernel(
     bias_map,
     gradients: KeyGradients,
     schedule: KeySchedule,
-    options: Options,
+    call_options: Options,
     mask: Mask,
     bias: BiasOfCall,
     dropout: Dropout,
@@ -321,19 +321,19 @@ def dkv_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    rules = Rules(options, of_call(dropout))
-    heads = Heads(schedule.num_heads_q, schedule.group_size, options.statistic_rows)
+    rules = Rules(call_options, of_call(dropout))
+    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
     )
     p = gl.allocate_shared_memory(
-        gl.float32, [2, 1, 1, options.BLOCK_N, options.BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)
+        gl.float32, [2, 1, 1, call_options.BLOCK_N, call_options.BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)
     )
     bias_maps = ()
     bias_tiles = p
     bias_full = box.full
-    if options.BIAS == "cells":
+    if call_options.BIAS == "cells":
         bias_maps = (bias_map,)
         count: gl.constexpr = as_stages_of_p(p, bias_map)
         bias_tiles = reinterpret(p, bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
@@ -356,7 +356,7 @@ def dkv_kernel(
     for i in gl.static_range(2):
         mbarrier.init(tiles.p_full.index(i), count=1)
         mbarrier.init(tiles.p_empty.index(i), count=1)
-        if options.BIAS == "cells":
+        if call_options.BIAS == "cells":
             mbarrier.init(bias_full.index(i), count=1)
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)

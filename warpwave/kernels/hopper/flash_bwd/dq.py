@@ -370,7 +370,7 @@ def dq_kernel(
     dbias_map,
     of_queries: OfQueries,
     schedule: Schedule,
-    options: Options,
+    call_options: Options,
     mask: Mask,
     bias: BiasOfCall,
     dropout: Dropout,
@@ -390,7 +390,7 @@ def dq_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    rules = Rules(options, of_call(dropout))
+    rules = Rules(call_options, of_call(dropout))
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
@@ -399,7 +399,7 @@ def dq_kernel(
     bias_maps = ()
     dbias_maps = ()
     bias_tiles = q_tiles
-    if options.BIAS == "cells":
+    if call_options.BIAS == "cells":
         bias_maps = (bias_map,)
         bias_tiles = buffers(bias_maps, STAGES * GROUPS)
         if WRITE_DBIAS:

@@ -471,7 +471,7 @@ def joint_kernel(
     dv_map,
     gradients: KeyGradients,
     schedule: KeySchedule,
-    options: Options,
+    call_options: Options,
     dropout: Dropout,
     turns_ptr,
     counter_ptr,
@@ -484,8 +484,8 @@ def joint_kernel(
     head, row, column), those of statistics (batch * head, row), that of dQ's sums (line, LINE). In the schedule keys
     take the place of queries (band.work_on_keys).
     """
-    rules = Rules(options, of_call(dropout))
-    heads = Heads(schedule.num_heads_q, schedule.group_size, options.statistic_rows)
+    rules = Rules(call_options, of_call(dropout))
+    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
     turns = Turns(turns_ptr, IS_DETERMINISTIC)
     dtype: gl.constexpr = q_map.dtype
     queries = stream_of((q_map,), lse_map, STAGES, GROUPS)
@@ -503,7 +503,7 @@ def joint_kernel(
         barriers(1),
         queries,
         dout,
-        gl.allocate_shared_memory(dtype, [options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
+        gl.allocate_shared_memory(dtype, [call_options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
         barriers(ADDERS * GROUPS),
         barriers(GROUPS),

@@ -55,7 +55,7 @@ def hopper_flash_fwd_kernel(
     bias_map,
     queries: Queries,
     schedule: Schedule,
-    options: Options,
+    call_options: Options,
     mask_and_bias: MaskAndBias,
     inverses_ptr,
     dropout: Dropout,
@@ -77,19 +77,19 @@ def hopper_flash_fwd_kernel(
     None. In float32, PARTS consecutive heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no
     maps. Q_BLOCK and K_BLOCK tokens of int8 share a factor, or all tokens of a head if 0.
     """
-    GROUPS: gl.constexpr = options.GROUPS
-    PARTS: gl.constexpr = options.PARTS
+    GROUPS: gl.constexpr = call_options.GROUPS
+    PARTS: gl.constexpr = call_options.PARTS
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     out_maps = k_maps  # unused: in float32 out is stored from registers
-    if options.HEAD_DIM_V == 0:
+    if call_options.HEAD_DIM_V == 0:
         out_maps = present(out_map, out_map_2, out_map_3)
     factors = ()
     if q_descale_ptr is not None:
         of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
         factors = Factors(q_descale_ptr, q_descale_strides, of_k, schedule.group_size, Q_BLOCK)
-    rules = Rules(options, K_BLOCK > 0, of_call(dropout), factors)
+    rules = Rules(call_options, K_BLOCK > 0, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
         num_heads_kv = schedule.num_heads // schedule.group_size
@@ -113,7 +113,7 @@ def hopper_flash_fwd_kernel(
         k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, barriers(STAGES), STAGES, 0, PARTS)
         v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
-    if options.OWN_OUT and options.HEAD_DIM_V == 0:
+    if call_options.OWN_OUT and call_options.HEAD_DIM_V == 0:
         if len(out_maps) > len(v_maps):  # out is stored in two halves
             out_tiles = buffers((out_maps[0],), GROUPS)
         else:

@@ -62,7 +62,7 @@ def hopper_flash_fwd_fp8_kernel(
     out_map_3,
     queries: Queries,
     schedule: Schedule,
-    options: Options,
+    call_options: Options,
     q_descale_strides: QDescaleStrides,
     k_descale_strides: KeyDescaleStrides,
     v_descale_strides: KeyDescaleStrides,
@@ -82,7 +82,7 @@ def hopper_flash_fwd_fp8_kernel(
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
     None. Q_BLOCK, K_BLOCK and V_BLOCK tokens share a factor, or all tokens of a head if 0.
     """
-    GROUPS: gl.constexpr = options.GROUPS
+    GROUPS: gl.constexpr = call_options.GROUPS
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
@@ -90,7 +90,7 @@ def hopper_flash_fwd_fp8_kernel(
     of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
     of_v = OfKeys(v_descale_ptr, v_descale_strides, V_BLOCK)
     factors = Factors(q_descale_ptr, q_descale_strides, of_k, schedule.group_size, Q_BLOCK)
-    rules = Rules(options, True, (), factors)
+    rules = Rules(call_options, True, (), factors)
 
     q_tiles = buffers(q_maps, GROUPS)
     k_ring = Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
