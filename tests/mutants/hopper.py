@@ -8,7 +8,7 @@ from tests.mutants.mutant import Mutant
 HOPPER_FLOAT32 = [
     Mutant(
         "float32 on Hopper: scores of scaled operands not scaled back", "kernels/hopper/split_float32.py",
-        "replaced(rules, scale=rules.scale * inverse)", "replaced(rules, scale=rules.scale + 0 * inverse)",
+        "with_fields(rules, scale=rules.scale * inverse)", "with_fields(rules, scale=rules.scale + 0 * inverse)",
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
     ),
     Mutant(

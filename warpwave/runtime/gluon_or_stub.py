@@ -47,7 +47,7 @@ if NO_TRITON is None:
         return method(dtype, shape, layout, _semantic=_semantic)
 
     @_core.builtin
-    def replaced(aggregate: Any, _semantic: Any = None, **changes: Any) -> Any:
+    def with_fields(aggregate: Any, _semantic: Any = None, **changes: Any) -> Any:
         """Returns an aggregate with other values of some fields."""
         made = object.__new__(type(aggregate))  # the constructor takes groups, whose fields the aggregate has
         vars(made).update(vars(aggregate) | changes)
@@ -113,7 +113,7 @@ if NO_TRITON is None:
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
-    block_barrier = reinterpret = replaced = tl
+    block_barrier = reinterpret = with_fields = tl
 
 __all__ = [
     "TensorDescriptor",
@@ -125,11 +125,11 @@ __all__ = [
     "jit",
     "mbarrier",
     "reinterpret",
-    "replaced",
     "tma",
     "tma_add",
     "tma_load",
     "tma_store",
     "warpgroup_mma",
     "warpgroup_mma_wait",
+    "with_fields",
 ]

@@ -327,7 +327,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
         ),
         "reinterpret": Memory.reinterpret,
-        "replaced": lambda aggregate, **changes: types.SimpleNamespace(**(vars(aggregate) | changes)),
+        "with_fields": lambda aggregate, **changes: types.SimpleNamespace(**(vars(aggregate) | changes)),
         "tma_load": tma_load,
         "wait_full": wait_full,
         "tma_add": lambda target, place, source: target.write(place, source.values, add=True),

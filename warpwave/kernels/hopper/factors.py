@@ -7,7 +7,7 @@ it is added to the accumulator, or the output if all keys of a head share it.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, replaced
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
 
 
 @aggregate
@@ -87,7 +87,7 @@ def rules_of_queries(factors, row_first, work, rules):
     head = of_head(factors.of_k, factors.group_size, work)
     if head.BLOCK == 0:
         factor = factor * gl.load(head.ptr)
-    return replaced(rules, scale=in_range(rules.scale * factor), factors=head)
+    return with_fields(rules, scale=in_range(rules.scale * factor), factors=head)
 
 
 @jit
@@ -104,7 +104,7 @@ def _rules_of_tile(head, tile, keys, rules):
     if head.BLOCK == 0:
         return rules
     else:
-        return replaced(rules, scale=in_range(rules.scale * of_block(head, tile, keys, rules)))
+        return with_fields(rules, scale=in_range(rules.scale * of_block(head, tile, keys, rules)))
 
 
 @jit

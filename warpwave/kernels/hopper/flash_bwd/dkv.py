@@ -75,9 +75,9 @@ from warpwave.runtime.gluon_or_stub import (
     jit,
     mbarrier,
     reinterpret,
-    replaced,
     tma,
     warpgroup_mma_wait,
+    with_fields,
 )
 
 GROUPS = gl.constexpr(2)
@@ -155,7 +155,7 @@ def sum_values(tiles, work, n, results, mask: Mask, heads, rules):
             if is_cut(span, place):
                 p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
         of_this_head = of_head(rules.dropout, dropout_key, work.batch, head)
-        p = signed(p, row_first, key_first, True, replaced(rules, dropout=of_this_head))
+        p = signed(p, row_first, key_first, True, with_fields(rules, dropout=of_this_head))
         passed = p
         if rules.HAS_SOFTCAP:
             passed = p * cap

@@ -63,10 +63,10 @@ from warpwave.runtime.gluon_or_stub import (
     gl,
     jit,
     mbarrier,
-    replaced,
     tma,
     tma_load,
     warpgroup_mma_wait,
+    with_fields,
 )
 from warpwave.runtime.parameters import Pointer
 
@@ -260,7 +260,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
     dout = matrices(tiles.dout, GROUP)
     dq = zero_sums(tiles.keys.pieces)
     of_this_head = of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head)
-    rules_of_head = replaced(rules, dropout=of_this_head)
+    rules_of_head = with_fields(rules, dropout=of_this_head)
     zero = zero_accumulator(rules.BLOCK_N)
     n = skip(tiles.keys, tiles.values, n, begin - block_begin)
     wait_keys(tiles, n, band.k_end - band.k_begin - begin * rules.BLOCK_N, rules)

@@ -66,12 +66,12 @@ from warpwave.runtime.gluon_or_stub import (
     gl,
     jit,
     mbarrier,
-    replaced,
     tma,
     tma_add,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
+    with_fields,
 )
 
 GROUPS = gl.constexpr(2)
@@ -416,7 +416,7 @@ def consumer(
                 results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
             )
             head = work.head * heads.group_size + h
-            rules_of_head = replaced(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
+            rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
             steps = span.end - span.begin
             if ONE_LOOP:
                 for i in range(steps):

@@ -75,8 +75,8 @@ from warpwave.runtime.gluon_or_stub import (
     gl,
     jit,
     mbarrier,
-    replaced,
     tma,
+    with_fields,
 )
 
 
@@ -362,7 +362,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
             rules_of_head = rules_of_queries(rules.factors, place.row_first, work, rules)
         if has_dropout(rules.dropout):
             of_this_head = of_head(rules.dropout, dropout_key, work.batch, work.head)
-            rules_of_head = replaced(rules_of_head, dropout=of_this_head)
+            rules_of_head = with_fields(rules_of_head, dropout=of_this_head)
         n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
