@@ -316,7 +316,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dk without the softmax scale", JOINT,
-        "dk = dk * results.softmax_scale", "dk = dk * 1.0",
+        "dk = dk * rules.softmax_scale", "dk = dk * 1.0",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dk",
     ),
     Mutant(
@@ -461,7 +461,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "dK and dV apart: dK without the softmax scale", APART_DKV,
-        "times(result, results.softmax_scale)", "times(result, 1.0)",
+        "times(result, rules.softmax_scale)", "times(result, 1.0)",
         BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dk",
     ),
     Mutant(
@@ -481,7 +481,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "dQ apart: without the softmax scale", APART_DQ,
-        "times(dq, place.softmax_scale)", "times(dq, 1.0)",
+        "times(dq, rules.softmax_scale)", "times(dq, 1.0)",
         BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dq",
     ),
     Mutant(

@@ -125,7 +125,8 @@ def block_sizes(problem: AttentionProblem) -> list[int]:
 
 
 def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_of_row: int) -> list[Any]:
-    """Returns the run-time arguments of a launch that draws blocks of keys (band.work_on_keys), in its order.
+    """Returns the first numbers of a launch that draws blocks of keys (band.work_on_keys), in its order: those of
+    `groups.KeyGradients`, `groups.KeySchedule` and `band.Options`.
 
     Args:
         bytes_of_row: bytes of a query of a head in L2.

@@ -10,23 +10,33 @@ Bound: memory.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from warpwave.kernels.groups import Window
 from warpwave.kernels.primitives import LOG2_E
+from warpwave.runtime.parameters import Specialized
 from warpwave.runtime.triton_or_stub import jit, tl
 
-UNSPECIALIZED = [
-    *(
-        "stride_lb",
-        "stride_lh",
-        "stride_dlb",
-        "stride_dlh",
-        "num_heads",
-        "num_tiles",
-        "seqlen_q",
-        "seqlen_k",
-        "total_q",
-    ),
-    *("total_k", "batch", "window_left", "window_right"),
-]
+UNSPECIALIZED = ["stride_lb", "stride_lh", "stride_dlb", "stride_dlh", "num_heads", "num_tiles"]
+
+
+class TokenStrides(NamedTuple):
+    """Strides of batch items, tokens, heads and elements."""
+
+    b: Specialized
+    m: Specialized
+    h: Specialized
+    d: Specialized
+
+
+class Lengths(NamedTuple):
+    """Lengths of a batch; of packed sequences the longest, and their sums."""
+
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    batch: int
 
 
 @jit
@@ -39,50 +49,38 @@ def _clamped(cu_seqlens_ptr, b, total):
 
 @jit
 def _place(
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    place,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    batch,
-    window_left,
-    window_right,
-    BLOCK_M: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths: Lengths, window: Window, BLOCK_M: tl.constexpr,
+    IS_VARLEN: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
     """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
     see a key, [q_begin, q_end), and the tile's number in the sequence, negative if it belongs to none."""
     begin = 0
     tile = place
+    seqlen_q = lengths.seqlen_q
+    seqlen_k = lengths.seqlen_k
     if IS_VARLEN:
         # As in scheduler.packed_tile: the last sequence whose places begin here or before.
         before = 0
-        for first in range(0, batch, 128):
+        for first in range(0, lengths.batch, 128):
             b = first + tl.arange(0, 128)
-            offsets = tl.load(cu_seqlens_q_ptr + b, mask=b < batch, other=0)
-            offsets = tl.minimum(tl.maximum(offsets, 0), total_q)
-            before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < batch)).to(tl.int32), 0)
+            offsets = tl.load(cu_seqlens_q_ptr + b, mask=b < lengths.batch, other=0)
+            offsets = tl.minimum(tl.maximum(offsets, 0), lengths.total_q)
+            before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < lengths.batch)).to(tl.int32), 0)
         b = tl.maximum(before - 1, 0)
-        begin, seqlen_q = _clamped(cu_seqlens_q_ptr, b, total_q)
-        _, seqlen_k = _clamped(cu_seqlens_k_ptr, b, total_k)
+        begin, seqlen_q = _clamped(cu_seqlens_q_ptr, b, lengths.total_q)
+        _, seqlen_k = _clamped(cu_seqlens_k_ptr, b, lengths.total_k)
         tile = place - (begin // BLOCK_M + b)
     q_begin = 0
     q_end = seqlen_q
-    if HAS_HIGH:
-        high = seqlen_k - seqlen_q + window_right
-        if TOP_LEFT:
+    if window.HAS_HIGH:
+        high = seqlen_k - seqlen_q + window.right
+        if window.TOP_LEFT:
             high = tl.minimum(high, 0)
         q_begin = tl.minimum(tl.maximum(-high, 0), seqlen_q)
-    if HAS_LOW:
-        q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window_left), q_begin)
-    if HAS_LOW and TOP_LEFT:  # as in band.band_of
-        q_end = tl.where(seqlen_k - seqlen_q - window_left > high, q_begin, q_end)
+    if window.HAS_LOW:
+        q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window.left), q_begin)
+    if window.HAS_LOW and window.TOP_LEFT:  # as in band.band_of
+        q_end = tl.where(seqlen_k - seqlen_q - window.left > high, q_begin, q_end)
     q_begin = q_begin // ALIGN * ALIGN
     q_end = tl.where(seqlen_k > 0, q_end, q_begin)
     return begin, seqlen_q, q_begin, q_end, tile
@@ -101,14 +99,8 @@ def statistics_kernel(
     delta_ptr,
     turns_ptr,
     of_sinks_ptr,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_od,
-    stride_gb,
-    stride_gm,
-    stride_gh,
-    stride_gd,
+    strides_o: TokenStrides,
+    strides_g: TokenStrides,
     stride_lb,
     stride_lh,
     stride_dlb,
@@ -116,19 +108,11 @@ def statistics_kernel(
     stride_dlm,
     num_heads,
     num_tiles,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    batch,
-    window_left,
-    window_right,
+    lengths: Lengths,
+    window: Window,
     BLOCK_M: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     WIDTH_V: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -144,19 +128,18 @@ def statistics_kernel(
     head = batch_head % num_heads
     item = batch_head // num_heads
     begin, num_queries, q_begin, q_end, tile = _place(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
-    )  # fmt: skip
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths, window, BLOCK_M, IS_VARLEN, ALIGN
+    )
     first = q_begin + tile * BLOCK_M
     lanes = tl.arange(0, BLOCK_M)
     inside = (first + lanes < q_end) & (tile >= 0)
     rows = (begin + first + lanes).to(tl.int64)
     dims = tl.arange(0, WIDTH_V)
     cells = inside[:, None] & (dims < HEAD_DIM_V)[None, :]
-    out_ptr += item * stride_ob + head * stride_oh
-    dout_ptr += item * stride_gb + head * stride_gh
-    out = tl.load(out_ptr + rows[:, None] * stride_om + dims[None, :] * stride_od, mask=cells, other=0.0)
-    dout = tl.load(dout_ptr + rows[:, None] * stride_gm + dims[None, :] * stride_gd, mask=cells, other=0.0)
+    out_ptr += item * strides_o.b + head * strides_o.h
+    dout_ptr += item * strides_g.b + head * strides_g.h
+    out = tl.load(out_ptr + rows[:, None] * strides_o.m + dims[None, :] * strides_o.d, mask=cells, other=0.0)
+    dout = tl.load(dout_ptr + rows[:, None] * strides_g.m + dims[None, :] * strides_g.d, mask=cells, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         dlse = tl.load(
@@ -193,20 +176,12 @@ def finish_dq_kernel(
     stride_qh,
     num_heads,
     num_tiles,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    batch,
-    window_left,
-    window_right,
+    lengths: Lengths,
+    window: Window,
     softmax_scale,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
@@ -217,9 +192,8 @@ def finish_dq_kernel(
     head = batch_head % num_heads
     item = batch_head // num_heads
     begin, _, q_begin, q_end, tile = _place(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
-    )  # fmt: skip
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths, window, BLOCK_M, IS_VARLEN, ALIGN
+    )
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.
     UPRIGHT: tl.constexpr = BLOCK_M // 64
