@@ -70,8 +70,7 @@ def matrix_options(problem: AttentionProblem, gpu: Gpu, block_m: int, block_n: i
     Triton 3.6 to 3.9 prefers instructions of 32 x 32, and gives each wave at least one. A tile with fewer of them than
     waves is then computed several times: 64 x 32 scores on eight waves four times (docs/notes/other_cards.md).
     """
-    is_cdna = gpu.vendor == "amd" and gpu.arch.startswith("gfx9")
-    if is_cdna and not problem.is_quantized and block_m * block_n < 32 * 32 * num_warps:
+    if gpu.is_cdna and not problem.is_quantized and block_m * block_n < 32 * 32 * num_warps:
         return {"matrix_instr_nonkdim": 16}
     return {}
 

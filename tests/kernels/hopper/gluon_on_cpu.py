@@ -302,8 +302,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         barrier.wait(use)
 
     def wait_for_turn(count: Pointer, rank: Any) -> None:
-        # Programs run one after another, so only another role of this one can still pass the turn. Who waits for it
-        # must give up before those who wait for that role in turn.
+        # Programs run one after another, so only another role of this program can still pass the turn. This wait gives
+        # up before those that wait for this role, so that its failure is the one that is raised.
         for _ in range(int(PATIENCE_S / 2 / 0.01)):
             if count.memory[count.offsets] == rank:
                 return

@@ -169,12 +169,9 @@ class Call:
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
-        self.is_rdna = gpu.vendor == "amd" and not gpu.arch.startswith("gfx9")
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
 
-
-OTHER_CARDS = "other_cards.md"
 
 # The tiles of a call without mask or bias: the widest that compile without spills, or with fewest (tests/compile).
 RULES: tuple[Rule[Config], ...] = (
@@ -190,7 +187,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     *by_width(
         "16 bits, AMD RDNA",
-        lambda c: c.is_rdna,
+        lambda c: c.gpu.is_rdna,
         (
             Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
             Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
@@ -233,7 +230,7 @@ RULES: tuple[Rule[Config], ...] = (
         lambda c: c.gpu.smem_per_block_bytes < 100 * KIB and c.bucket == 1,
         (Config(Tile(64, 16, 4, 2), Tile(32, 64, 8, 2)),),
         "predicted: 32 keys a step leave one block of four warps an SM, and dq, dk and dv take 1.15 times as long",
-        OTHER_CARDS,
+        "other_cards.md",
     ),
     *by_width(
         "16 bits",
