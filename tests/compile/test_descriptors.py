@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import FEATURES, compile_all, job
-from warpwave.workbench.inspect.compiled import mixed_descriptors
+from warpwave.workbench.inspect.compiled import mixed_descriptors, unwritten_registers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
@@ -34,6 +34,25 @@ def test_the_pattern_is_found_where_it_is() -> None:
     assert mixed_descriptors(WRONG) == {"%rd380": ["0x40000040", "0xc0000010"]}
     one_layout = WRONG.replace("-4611685949707911168", "4611686293305294852")
     assert mixed_descriptors(one_layout.replace("-4611685949707911136", "4611686293305294854")) == {}
+
+
+# What it then did, here in flash_fwd of int8: the base of V is in UR14, and nothing wrote UR18 or UR19.
+SASS = """
+        /*71f0*/                   ULDC UR14, c[0x0][0x250] ;
+        /*7220*/                   UIADD3 UR18, UP0, UR18, 0x40, URZ ;
+        /*73c0*/                   UIADD3.X UR19, UR19, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*73e0*/                   ULOP3.LUT UP1, UR15, UR14, 0x3fff, URZ, 0xc0, !UPT ;
+        /*f460*/                   HGMMA.64x32x16.F32 R24, R40, gdesc[UR12].tnspB, RZ, !UPT ;
+        /*f470*/              @!P0 HGMMA.64x32x16.F32 R24, R44, gdesc[UR16].tnspB, R24 ;
+"""
+
+
+def test_registers_that_nothing_wrote_are_found() -> None:
+    assert [read.split()[0] for read in unwritten_registers(SASS)] == ["UR18", "UR19"]
+    right = SASS.replace("UIADD3 UR18, UP0, UR18", "UIADD3 UR18, UP0, UR14").replace("UR19, UR19", "UR19, UR14")
+    assert not unwritten_registers(right)
+    in_shared_memory = right.replace("R24, R44, gdesc[UR16].tnspB", "R24, gdesc[UR16]")
+    assert [read.split()[0] for read in unwritten_registers(in_shared_memory)] == ["UR16", "UR17"]
 
 
 def one_job(name: str, dims: tuple[int, int], dtype: str = "bfloat16", feature: str = "causal") -> dict[str, Any]:
@@ -59,6 +78,15 @@ WIDTHS = (1, 16, 17, 24, 32, 33, 40, 64, 65, 129, 256)
 @pytest.mark.parametrize(("name", "dims"), SAMPLE, ids=str)
 def test_one_layout_for_each_address(name: str, dims: tuple[int, int]) -> None:
     check([one_job(name, dims)])
+
+
+@pytest.mark.parametrize("dtype_v", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dims", [(129, 17), (65, 17), (100, 9)], ids=str)
+def test_narrow_values_beside_int8_keys(dims: tuple[int, int], dtype_v: str) -> None:
+    """`compile_all` asserts that no register is read unwritten."""
+    made = one_job("flash_fwd", dims, "int8", "plain")
+    made["problem"] |= {"dtype_v": dtype_v, "dtype_out": "bfloat16", "descale_blocks": (0, 0, 0)}
+    compile_all([made])
 
 
 @pytest.mark.full

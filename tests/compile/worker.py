@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,7 +22,14 @@ from warpwave.kernels.hopper.flash_bwd import launches as hopper_launches
 from warpwave.kernels.three_kernel import host as three_kernel
 from warpwave.kernels.three_kernel.choice import own_products
 from warpwave.problem import AttentionProblem, Causal
-from warpwave.workbench.inspect.compiled import compile_launch, compile_launches, mixed_descriptors, worst
+from warpwave.workbench.inspect.compiled import (
+    Compiled,
+    compile_launch,
+    compile_launches,
+    mixed_descriptors,
+    unwritten_registers,
+    worst,
+)
 
 KERNELS = {module.NAME: module for module in dispatch.KERNELS}
 
@@ -57,7 +64,12 @@ def forward(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -> dict[st
         facts["ptx"] = results[-1].texts["ptx"]
     if job["arch"] == "sm_90":
         facts["mixed_descriptors"] = [mixed_descriptors(result.texts["ptx"]) for result in results]
+        facts["unwritten_registers"] = unwritten(results)
     return facts
+
+
+def unwritten(results: Iterable[Compiled]) -> list[str]:
+    return [read for result in results for read in unwritten_registers(result.texts["sass"])]
 
 
 def portable_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -> dict[str, Any]:
@@ -75,12 +87,18 @@ def portable_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu)
         None if given.alibi_slopes is None else rows, None if given.sinks is None else rows,
     )  # fmt: skip
     specs = flash_bwd.specify(problem, gpu, given, (out, rows), out, rows, outputs, config)
+    results, is_hopper = [compile_launch(spec, gpu) for spec in specs], job["arch"] == "sm_90"
     found = []
-    for compiled in (compile_launch(spec, gpu) for spec in specs):
-        mixed = mixed_descriptors(compiled.texts["ptx"]) if job["arch"] == "sm_90" else {}
+    for compiled in results:
+        mixed = mixed_descriptors(compiled.texts["ptx"]) if is_hopper else {}
         found.append(vars(compiled.facts) | {"mixed_descriptors": mixed})
-    limits = {"bound": flash_bwd.smem_bytes(problem, gpu, config), "limit": gpu.smem_per_block_bytes}
-    return {"launches": found, "config": str(config), **limits}
+    return {
+        "launches": found,
+        "config": str(config),
+        "bound": flash_bwd.smem_bytes(problem, gpu, config),
+        "limit": gpu.smem_per_block_bytes,
+        "unwritten_registers": unwritten(results) if is_hopper else [],
+    }
 
 
 def hopper_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -> dict[str, Any]:
@@ -88,7 +106,7 @@ def hopper_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -
     given = operands_without_memory(problem)
     out = torch.empty(*given.q.shape[:-1], problem.head_dim_v, dtype=given.q.dtype, device="meta")
     rows = torch.empty(16, dtype=torch.float32, device="meta")
-    configs = []
+    configs, results = [], []
     for config in hopper_flash_bwd.configs(problem, gpu):
         workspace, grads = hopper_kernel.example(problem, config, "meta")
         tensors = hopper_launches.Tensors(given, out, rows, out, rows, workspace, *grads)
@@ -98,10 +116,11 @@ def hopper_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -
             problem, gpu, hopper_launches.with_walks(problem, tensors, config), config
         ):
             compiled = compile_launch(step.launch, gpu)
+            results.append(compiled)
             mixed = mixed_descriptors(compiled.texts["ptx"])
             found[step.launch.kernel.__name__] = vars(compiled.facts) | {"mixed_descriptors": mixed}
         configs.append({"launches": found, "bound": hopper_flash_bwd.smem_bytes(problem, config)})
-    return {"configs": configs}
+    return {"configs": configs, "unwritten_registers": unwritten(results)}
 
 
 WAYS: dict[str, Callable[[dict[str, Any], AttentionProblem, Gpu], dict[str, Any]]] = {

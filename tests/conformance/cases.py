@@ -222,10 +222,11 @@ def quantized_inputs(
 
 
 def packed_lengths(case: Case) -> list[Lengths]:
-    """Returns the lengths of the packed sequences: the longest, one without queries, one without keys, shorter ones."""
+    """Returns the lengths of the packed sequences: the longest, one without queries, one without keys, shorter ones;
+    then these shorter ones again."""
     seqlen_q, seqlen_k = case.lengths
     others = [(0, seqlen_k // 2), (seqlen_q // 2, 0), (seqlen_q // 3 + 1, seqlen_k // 2 + 1), (1, seqlen_k)]
-    return [(seqlen_q, seqlen_k), *others][: case.batch]
+    return [(seqlen_q, seqlen_k), *itertools.islice(itertools.cycle(others), case.batch - 1)]
 
 
 Layout = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -11,6 +11,11 @@ FOUND = [
         "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "mixed_descriptors",
     ),
     Mutant(
+        "V narrower than an int8 K shares its buffer", "kernels/arguments.py",
+        'if problem.dtype == "int8" and gpu.capability == 90', 'if problem.dtype == "int8" and gpu.capability == 0',
+        "../compile/test_descriptors.py::test_narrow_values_beside_int8_keys", "129 and int8", "unwritten_registers",
+    ),
+    Mutant(
         "a compiled graph for every longest sequence", "options.py",
         "if type(value) is int or isinstance(value, torch.SymInt)",
         "if value.__class__ is int or isinstance(value, torch.SymInt)",

@@ -36,11 +36,15 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     On Hopper both tiles get the same swizzle of shared memory. If tiles of two swizzles share a buffer, their matrix
     descriptors are one address plus two different constants. ptxas 12.8, which Triton 3.6 and 3.7 ship, then computes
     the second descriptor from uninitialized registers, and the product reads arbitrary shared memory
-    (docs/notes/descriptors.md). Quantized calls are exempt: V goes through registers to be transposed or converted.
+    (docs/notes/descriptors.md). Beside an int8 K, whose values are multiplied in 16 bits, V only gets at least K's
+    swizzle: padding K too would double the products of head_dim 64, and no product was wrong there.
     """
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if problem.is_quantized:
-        return max(width, EIGHT_BIT_WIDTH), width_v
+        width = max(width, EIGHT_BIT_WIDTH)
+        if problem.dtype == "int8" and gpu.capability == 90 and block_m >= WGMMA_ROWS:
+            width_v = max(width_v, min(SWIZZLE_WIDTH, width // 2))
+        return width, width_v
     if problem.dtype_kv:  # the even columns of a tile and the odd ones may be two operands, of at least 16
         width, width_v = max(width, 32), max(width_v, 32)
     if gpu.capability == 90 and block_m >= WGMMA_ROWS:

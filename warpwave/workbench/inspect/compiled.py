@@ -161,6 +161,49 @@ def mixed_descriptors(ptx: str) -> dict[str, list[str]]:
     return {address: sorted(map(hex, found)) for address, found in layouts.items() if len(found) > 1}
 
 
+def unwritten_registers(sass: str) -> list[str]:
+    """Returns the uniform registers that instructions read before any instruction writes them, in the order of the
+    listing. In correct code there are none: see `mixed_descriptors` for the compiler that leaves some.
+
+    Args:
+        sass: the listing of one kernel for sm_90.
+    """
+    written: set[int] = set()
+    found: dict[str, None] = {}
+    for line in sass.splitlines():
+        instruction = _INSTRUCTION.match(line)
+        if instruction is None:
+            continue
+        opcode, operands = instruction[1], [operand.strip() for operand in instruction[2].split(",")]
+        destination: set[int] = set()
+        while operands and re.fullmatch(r"UP\w+", operands[0]):
+            operands.pop(0)  # predicates come before the register that is written, or after it
+        if opcode.startswith(_WRITE_UNIFORM) and operands and (register := re.fullmatch(r"UR(\d+)", operands[0])):
+            operands.pop(0)
+            first = int(register[1])
+            destination = {first, first + 1} if ".64" in opcode or ".WIDE" in opcode else {first}
+        for operand in operands:
+            for kind, number, pair in re.findall(r"(g?desc\[)?\bUR(\d+)(\.64)?", operand):
+                first = int(number)
+                read = {first, first + 1} if kind or pair or opcode == "UIADD3.64" else {first}
+                if kind == "gdesc[":  # of A and of B; A may come from vector registers
+                    has_vectors = re.fullmatch(r"R\d+", operands[1].removesuffix(".reuse")) is not None
+                    read = {first + 2, first + 3} if has_vectors else read | {first + 2, first + 3}
+                found |= dict.fromkeys(f"UR{r} at {line.strip()}" for r in sorted(read - written))
+        written |= destination
+    return list(found)
+
+
+# The opcode and the operands of a line of nvdisasm, without the predicate that may precede them.
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
+# Instructions whose first operand is a uniform register that they write.
+_WRITE_UNIFORM = (
+    *("UIADD", "UIMAD", "UIABS", "ULEA", "ULOP", "UMOV", "UPRMT", "USEL", "USHF", "USGXT", "UFLO", "UPOPC", "UBREV"),
+    *("UBMSK", "UF2F", "UI2F", "ULDC", "ULEPC", "UP2UR", "UR2UR", "UVIADD", "UVIMNMX"),
+    *("R2UR", "S2UR", "CS2UR", "REDUX", "VOTEU"),
+)
+
+
 def toolchain(gpu: Gpu) -> dict[str, str]:
     """Returns the versions of Triton and of the assembler, if the target has one."""
     versions = {"triton": triton.__version__}
