@@ -243,9 +243,15 @@ def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
     if of_keys.shape[1] > 1:  # a kv head's keys are seen by the heads of a group
         of_keys = of_keys.unflatten(1, (problem.num_heads_kv, -1)).any(2)
     of_queries, of_keys = (of.transpose(1, 2)[..., None] for of in (of_queries, of_keys))
-    q, dout = (torch.where(of_queries, t, 0) for t in (q, tensors.dout))
-    k, v = (torch.where(of_keys, t, 0) for t in (k, v))
+    q, dout = (_zeroed(t, of_queries) for t in (q, tensors.dout))
+    k, v = (_zeroed(t, of_keys) for t in (k, v))
     return tensors._replace(operands=tensors.operands._replace(q=q, k=k, v=v), dout=dout)
+
+
+def _zeroed(tensor: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a 16-bit tensor with zeros where `seen` is False, four numbers at a time: torch's selection is
+    bound by its elements, not by their bytes."""
+    return torch.where(seen, tensor.view(torch.int64), 0).view(tensor.dtype)
 
 
 def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:
