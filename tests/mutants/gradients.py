@@ -10,6 +10,16 @@ BACKWARD_TILES = "kernels/flash_bwd/tiles.py"
 BY_GATES = "../kernels/flash_bwd/test_gradients.py::"
 BACKWARD = [
     Mutant(
+        "hopper/flash_bwd: keys of a split's own head", "kernels/hopper/flash_bwd/producer.py",
+        "kv_head = work.head // schedule.splits", "kv_head = work.head",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal", "gates fail",
+    ),
+    Mutant(
+        "hopper/flash_bwd: dK of one split for all", "kernels/hopper/flash_bwd/kernel.py",
+        "gradient.unflatten(-2, (heads, -1)).sum(-2)", "gradient.unflatten(-2, (heads, -1))[..., 0, :]",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal", "gates fail",
+    ),
+    Mutant(
         "gradients: nothing arrives at the log-sum-exp", DQ,
         "delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)\n    sink_log2",
         "delta -= 0.0 * load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)\n    sink_log2",
@@ -327,8 +337,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: last head of a group lost", "kernels/hopper/flash_bwd/launches.py",
-        "group_size = problem.num_heads_q // problem.num_heads_kv",
-        "group_size = max(1, problem.num_heads_q // problem.num_heads_kv - 1)",
+        "problem.num_heads_q // heads,", "max(1, problem.num_heads_q // heads - 1),",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(

@@ -17,6 +17,7 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import flash_bwd
+from warpwave.kernels.hopper.flash_bwd import config as flash_bwd_config
 from warpwave.kernels.hopper.flash_bwd import kernel, launches
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
 from warpwave.problem import LARGEST_BIAS
@@ -67,7 +68,8 @@ def on_cpu(
             launch.bind(step.launch)(*step.launch.tensors)
     of_sinks = workspace.of_sinks
     dsinks = None if of_sinks is None else of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
-    of_q, of_k, of_v = grads
+    of_q, *of_keys = grads
+    of_k, of_v = (kernel.sum_of_splits(problem, grad) for grad in of_keys)
     of_bias, of_slopes = kernel.bias_gradient(problem, tensors), kernel.slope_gradient(problem, tensors)
     return Gradients(of_q, of_k, of_v, of_bias, of_slopes, dsinks)
 
@@ -211,6 +213,20 @@ def test_nan_of_a_neighbor_stays_there(features: dict[str, Any], dims: tuple[int
     for name, offsets in (("dq", of_queries), ("dk", of_keys), ("dv", of_keys)):
         for begin, end in ((0, offsets[1]), (offsets[4], offsets[5])):
             assert torch.equal(getattr(got, name)[begin:end], getattr(expected, name)[begin:end]), name
+
+
+# Query heads of a group in several blocks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [0, 1])
+@pytest.mark.parametrize("features", ["causal", "packed", "window"])
+def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, config: int) -> None:
+    """As few and long blocks have them, here of a short call."""
+    monkeypatch.setattr(flash_bwd_config, "LEAST_STEPS", 0)
+    call = cases.build(replace(SHORT, **{**CALLS[features], "heads": (8, 2)}), "normal", CPU)
+    of = flash_bwd.configs(call.problem, H200)[config]
+    assert flash_bwd_config.group_splits(call.problem, of) == 4
+    judge(call, more=False, config=config)
 
 
 # Features; whether the bias has axes of batch, heads, queries and keys; its type if not the call's.

@@ -59,12 +59,19 @@ class Schedule(NamedTuple):
 
 class KeySchedule(NamedTuple):
     """The blocks of keys of a call. As in `Schedule`, but fields of queries hold lengths of keys, and those of keys
-    lengths of queries (flash_bwd/band.work_on_keys); `num_heads` are kv heads."""
+    lengths of queries (flash_bwd/band.work_on_keys).
+
+    Attributes:
+        num_heads: kv heads, each counted once for each of its splits.
+        group_size: query heads of a block.
+        splits: blocks that divide the query heads of a tile of keys (flash_bwd/config.group_splits).
+    """
 
     num_tiles: int
     num_heads_q: int
     num_heads: int
     group_size: int
+    splits: int
     batch: int
     tiles_per_head: int
     heads_in_l2: int

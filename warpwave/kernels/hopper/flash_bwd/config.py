@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons, rules
-from warpwave.kernels.hopper.host import bias_bytes, pieces
+from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.rules import Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -15,6 +15,9 @@ MAX_JOINT = 128  # above it, dQ, dK and dV of a tile do not fit the registers of
 NARROW = 64
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
+# What more splits must gain at least, because each has a dK and a dV to write and to add: a share of the time, and
+# steps of a block, of 1 to 2 us each.
+SPLIT_GAIN, LEAST_STEPS = 1.05, 16
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,48 @@ def has_hidden_rows(problem: AttentionProblem) -> bool:
         band.low is not None and problem.seqlen_k - band.low < problem.seqlen_q
     )  # fmt: skip
     return hides_queries or band.keys_seen(problem.seqlen_q, problem.seqlen_k) < problem.seqlen_k
+
+
+def group_splits(problem: AttentionProblem, config: Config) -> int:
+    """Returns by how many blocks the query heads of a tile of keys are divided: 1, or a divisor of their number.
+
+    A block that walks all heads of a group adds up their dK and dV at once, but few kv heads then make few and long
+    blocks: 8 query heads on 1 kv head of 8,192 keys are 64 blocks for 132 multiprocessors. Each split has a dK and a dV
+    of its own, which are summed at the end. Under a mask there is one split, because its lists of steps are those of
+    whole groups.
+    """
+    group = problem.num_heads_q // problem.num_heads_kv
+    if group == 1 or problem.mask_shape is not None:
+        return 1
+    blocks = key_blocks(problem, config.block_n)
+    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    longest = problem.seqlen_q
+    if low is not None and high is not None:
+        longest = min(longest, high - low + config.block_n)
+    if problem.packed:  # as if the sequences filled their part of the longest one
+        filled = problem.total_q / (problem.batch * longest) / (1 if high is None else 2)
+    else:
+        filled = problem.band(problem.seqlen_q, problem.seqlen_k).pairs(problem.seqlen_q, problem.seqlen_k)
+        filled /= problem.seqlen_k * longest
+
+    def time(splits: int) -> float:
+        """In units of the longest block of a whole group: blocks of one length run in waves, others fill gaps."""
+        if filled > 0.99:
+            return -(-blocks * splits // NUM_SMS) / splits
+        return max(blocks * filled / NUM_SMS, 1 / splits)
+
+    choices = [splits for splits in range(1, group + 1) if group % splits == 0]
+    least = min(map(time, choices))
+    steps = group * -(-longest // config.block_m)
+    allowed = max(SPLIT_GAIN * least, least + LEAST_STEPS / max(1, steps))
+    return next(splits for splits in choices if time(splits) <= allowed)
+
+
+def key_blocks(problem: AttentionProblem, block_n: int) -> int:
+    """Returns the tiles of keys of all kv heads and sequences."""
+    if problem.packed:
+        return (problem.total_k // block_n + problem.batch) * problem.num_heads_kv
+    return -(-problem.seqlen_k // block_n) * problem.batch * problem.num_heads_kv
 
 
 def steps_of_dq(problem: AttentionProblem, config: Config, bias_bytes: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
     Config,
+    group_splits,
     has_hidden_rows,
     smem_bytes,
     smem_of_dkv,
@@ -52,11 +53,18 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         copies = _copied_bytes(problem)
         workspace += copies
         zeros = (*zeros, of_copies(copies))
+    splits = group_splits(problem, config)
+    divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
+    ends: tuple[Cost, ...] = ()
+    if splits > 1:
+        of_splits = size * (problem.head_dim + problem.head_dim_v) * keys_of(divided)
+        workspace += of_splits
+        ends = (Cost(0, 0, 0, of_splits, of_splits // splits, first_bytes=of_splits + of_splits // splits, launches=2),)
     if not config.is_joint:
-        parts = (*zeros, first, _of_keys(problem, gpu, config), _of_queries(problem, gpu, config))
+        parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
         return in_turn(parts, workspace)
     finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, threads)
-    return in_turn((*zeros, first, _joint(problem, gpu, config, sums), finish), workspace)
+    return in_turn((*zeros, first, _joint(divided, gpu, config, sums), finish, *ends), workspace)
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

@@ -18,6 +18,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     configs,
     default,
+    group_splits,
     has_hidden_rows,
     smem_bytes,
     why_not,
@@ -85,7 +86,10 @@ def bind(
     shapes = _workspace_shapes(problem, config)
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     zeroed = has_hidden_rows(problem)
-    allocate_grads = [maker(t.shape, t.dtype, t.device) for t in operands[:3]]
+    splits = group_splits(problem, config)
+    q, k, v, *_ = operands
+    shapes_of = (q.shape, *((*t.shape[:-2], t.shape[-2] * splits, t.shape[-1]) for t in (k, v)))
+    allocate_grads = [maker(tuple(shape), q.dtype, q.device) for shape in shapes_of]
     hides = problem.mask_shape is not None or problem.bias_shape is not None
     hidden, plain, with_dlse = _Bound(), _Bound(), _Bound()
 
@@ -110,7 +114,8 @@ def bind(
         dsinks = None
         if wanted[5] and workspace.of_sinks is not None:
             dsinks = workspace.of_sinks.view(-1, problem.num_heads_q, workspace.of_sinks.shape[1]).sum((0, 2))
-        found = (dq, dk, dv, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
+        of_keys = (sum_of_splits(problem, dk), sum_of_splits(problem, dv))
+        found = (dq, *of_keys, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
     return run
@@ -131,6 +136,12 @@ def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> T
     if is_wanted or host.bias_kind(bias) == "cells":
         bias = host.mappable_bias(bias)
     return tensors._replace(operands=tensors.operands._replace(bias=bias), dbias=dbias)
+
+
+def sum_of_splits(problem: AttentionProblem, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns dK or dV of the kv heads, from those of their splits (`config.group_splits`)."""
+    heads = problem.num_heads_kv
+    return gradient if gradient.shape[-2] == heads else gradient.unflatten(-2, (heads, -1)).sum(-2)
 
 
 def bias_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
@@ -201,9 +212,10 @@ def example(problem: AttentionProblem, config: Config, device: Any) -> tuple[Wor
     lead = ((problem.total_q,), (problem.total_k,)) if problem.packed else (
         (problem.batch, problem.seqlen_q), (problem.batch, problem.seqlen_k)
     )  # fmt: skip
+    heads = problem.num_heads_kv * group_splits(problem, config)
     shapes_of = (
         (*lead[0], problem.num_heads_q, problem.head_dim),
-        (*lead[1], problem.num_heads_kv, problem.head_dim),
-        (*lead[1], problem.num_heads_kv, problem.head_dim_v),
+        (*lead[1], heads, problem.head_dim),
+        (*lead[1], heads, problem.head_dim_v),
     )
     return workspace, tuple(torch.empty(s, dtype=dtype, device=device) for s in shapes_of)

@@ -13,7 +13,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.dropout import PERIOD
 from warpwave.kernels.hopper.flash_bwd import rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, key_blocks, steps_of_dq
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -132,7 +132,8 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         bytes_of_row: bytes of a query of a head in L2.
     """
     tiles_per_head = -(-problem.seqlen_k // config.block_n)
-    group_size = problem.num_heads_q // problem.num_heads_kv
+    splits = group_splits(problem, config)
+    heads = problem.num_heads_kv * splits
     # L2 holds one query head of each kv head that runs, because blocks walk the heads of a group one after another. If
     # it held whole groups, few kv heads would run together, and the longest blocks of the last ones would begin late:
     # 1.20 to 1.42 times as fast in the joint launch (2026-11-25-h100-descriptors.json); not timed in the launch apart.
@@ -142,13 +143,14 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
         *head_strides(problem, tensors.dk),
         *head_strides(problem, tensors.dv),
-        key_blocks(problem, config),
+        splits * key_blocks(problem, config.block_n),
         problem.num_heads_q,
-        problem.num_heads_kv,
-        group_size,
+        heads,
+        problem.num_heads_q // heads,
+        splits,
         problem.batch,
         tiles_per_head,
-        min(problem.batch * problem.num_heads_kv, max(1, host.L2_BYTES // bytes_of_head)),
+        min(problem.batch * heads, max(1, host.L2_BYTES // bytes_of_head)),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,
@@ -159,13 +161,6 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         softcap_log2,
         problem.softmax_scale,
     ]
-
-
-def key_blocks(problem: AttentionProblem, config: Config) -> int:
-    """Returns the blocks of keys in the schedule, over all heads and sequences."""
-    if problem.packed:
-        return (problem.total_k // config.block_n + problem.batch) * problem.num_heads_kv
-    return -(-problem.seqlen_k // config.block_n) * problem.batch * problem.num_heads_kv
 
 
 def constants_of(problem: AttentionProblem) -> dict[str, Any]:

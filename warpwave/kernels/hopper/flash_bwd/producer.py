@@ -52,8 +52,9 @@ def producer(maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedu
                 if i == 0:
                     mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
                     mbarrier.expect(tiles.full.index(0), tile_bytes(k_maps) + tile_bytes(v_maps))
-                    load_resident(k_maps, tiles.keys, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
-                    load_resident(v_maps, tiles.values, tiles.full.index(0), batch, work.head, work.k_begin + key_first)
+                    kv_head = work.head // schedule.splits
+                    load_resident(k_maps, tiles.keys, tiles.full.index(0), batch, kv_head, work.k_begin + key_first)
+                    load_resident(v_maps, tiles.values, tiles.full.index(0), batch, kv_head, work.k_begin + key_first)
                 load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row + down, line)
                 n += 1
             messages += 1

@@ -36,11 +36,11 @@ from warpwave.runtime.gluon_or_stub import (
 
 @aggregate
 class Heads:
-    """The query heads of a call, its kv heads, and dQ's sums.
+    """The query heads of a call and of a block, and dQ's sums.
 
     Args:
         num_heads: query heads.
-        group_size: query heads that read a kv head.
+        group_size: query heads of a block.
         rows: rows of statistics of one (batch, head), whole tiles.
     """
 
