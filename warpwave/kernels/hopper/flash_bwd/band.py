@@ -45,6 +45,16 @@ def with_dropout(rules, dropout):
     )  # fmt: skip
 
 
+@jit
+def with_scale(rules, scale):
+    """Returns the rules with another scale."""
+    return Rules(
+        scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.BLOCK_M, rules.BLOCK_N, rules.HAS_LOW,
+        rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.IS_VARLEN, rules.HAS_MASK, rules.BIAS,
+        rules.dropout,
+    )  # fmt: skip
+
+
 @aggregate
 class Band:
     """The band of one sequence: low <= key - query <= high, and the rows that lie in it.

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons, rules
 from warpwave.kernels.hopper.host import bias_bytes, pieces
+from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
 MAX_JOINT = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
+MAX_SPLIT = 128  # in float32: above it, the parts of a block's tiles do not fit shared memory
+ABLE = tuple(scale_ahead.PARTS)  # the arithmetics of float32, as in the forward
 NARROW = 64
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
@@ -64,6 +68,12 @@ APART = Config(128, 2, is_joint=False)
 # A row lists all configs of a call, the default first.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
+        "float32",
+        lambda problem: problem.dtype == "float32",
+        (Config(64, 2, is_joint=False),),
+        "not measured; parts of wider tiles do not fit shared memory at head_dim 128",
+    ),
+    Rule(
         "head_dim above 128",
         lambda problem: max(problem.head_dim, problem.head_dim_v) > MAX_JOINT,
         (Config(64, 2, is_joint=False),),
@@ -112,14 +122,45 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason the kernel cannot compute the problem's gradients; empty if it can."""
     found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
-        found.append("dtype is float32; it multiplies float16 and bfloat16")
+        return found + _against_float32(problem, gpu)
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"dK must fit the registers, {MAX_HEAD_DIM} at most")
-    if 0 in (problem.rows, problem.batch, problem.total_k if problem.packed else problem.seqlen_k):
-        found.append("there are no queries or no keys, so nothing to launch")
+    found += _of_empty(problem)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
     return found
+
+
+def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns every reason the kernel cannot compute the gradients of a float32 problem on a Hopper GPU."""
+    found = reasons.of_widths(
+        problem, MAX_SPLIT, f"in float32, two parts of a tile must fit shared memory, {MAX_SPLIT} at most"
+    )
+    if precision.arithmetic(problem, gpu, ABLE) not in ABLE:
+        found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
+    found += precision.why_not(problem, gpu, ABLE)
+    others = {"a mask": problem.mask_shape, "a bias": problem.bias_shape, "sinks": problem.has_sinks or None}
+    found += [f"in float32 it does not support {name}" for name, there in others.items() if there is not None]
+    return found + _of_empty(problem)
+
+
+def _of_empty(problem: AttentionProblem) -> list[str]:
+    """Returns the reason of a kernel that launches nothing if there are no queries or no keys."""
+    if 0 in (problem.rows, problem.batch, problem.total_k if problem.packed else problem.seqlen_k):
+        return ["there are no queries or no keys, so nothing to launch"]
+    return []
+
+
+def num_parts(problem: AttentionProblem) -> int:
+    """Returns the float16 parts of a float32 operand; 1 for 16-bit types."""
+    if problem.dtype != "float32":
+        return 1
+    return scale_ahead.PARTS[precision.arithmetic(problem, Gpu.for_arch("sm_90"), ABLE)]
+
+
+def element_bytes(problem: AttentionProblem) -> int:
+    """Returns the bytes of an element of a tile in shared memory, all parts together."""
+    return 2 * num_parts(problem)
 
 
 def has_hidden_rows(problem: AttentionProblem) -> bool:
@@ -164,7 +205,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 def smem_of_dkv(problem: AttentionProblem, config: Config) -> int:
     """Returns the shared memory of a block of the launch of dK and dV."""
-    size, both = DTYPE_BYTES[problem.dtype], sum(widths(problem))
+    size, both = element_bytes(problem), sum(widths(problem))
     stream = config.num_stages * config.block_m * (both * size + 8)
     return GROUP_ROWS * both * size + stream + 2 * GROUP_ROWS * config.block_m * 4 + 1024
 
@@ -174,4 +215,4 @@ def smem_of_dq(problem: AttentionProblem, config: Config, steps: tuple[int, int]
     (of_keys, of_values), (keys, stages_v), rows = widths(problem), steps, 2 * GROUP_ROWS
     streamed = keys * (config.num_stages * of_keys + stages_v * of_values)
     of_bias = config.num_stages * rows * keys * bias_bytes
-    return (rows * (of_keys + of_values) + streamed) * DTYPE_BYTES[problem.dtype] + of_bias + 1024
+    return (rows * (of_keys + of_values) + streamed) * element_bytes(problem) + of_bias + 1024

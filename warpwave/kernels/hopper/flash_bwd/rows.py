@@ -38,7 +38,7 @@ def _clamped(cu_seqlens_ptr, b, total):
 
 
 @jit
-def _place(
+def place_of(
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     place,
@@ -57,8 +57,10 @@ def _place(
     ALIGN: tl.constexpr,
 ):
     """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
-    see a key, [q_begin, q_end), and the tile's number in the sequence, negative if it belongs to none."""
+    see a key, [q_begin, q_end), the tile's number in the sequence, negative if it belongs to none, and the number of
+    the packed sequence."""
     begin = 0
+    b = 0
     tile = place
     if IS_VARLEN:
         # As in scheduler.packed_tile: the last sequence whose places begin here or before.
@@ -85,7 +87,7 @@ def _place(
         q_end = tl.where(seqlen_k - seqlen_q - window_left > high, q_begin, q_end)
     q_begin = q_begin // ALIGN * ALIGN
     q_end = tl.where(seqlen_k > 0, q_end, q_begin)
-    return begin, seqlen_q, q_begin, q_end, tile
+    return begin, seqlen_q, q_begin, q_end, tile, b
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
@@ -143,7 +145,7 @@ def statistics_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, num_queries, q_begin, q_end, tile = _place(
+    begin, num_queries, q_begin, q_end, tile, _ = place_of(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
         window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
     )  # fmt: skip
@@ -216,7 +218,7 @@ def finish_dq_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, _, q_begin, q_end, tile = _place(
+    begin, _, q_begin, q_end, tile, _ = place_of(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
         window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
     )  # fmt: skip
