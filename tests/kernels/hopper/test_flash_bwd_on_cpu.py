@@ -35,8 +35,9 @@ def on_cpu(
 ) -> Gradients:  # fmt: skip
     """The gradients by the launches' own source, from out and lse of the reference, or from others. With `more`, those
     of bias and slopes as well."""
-    from warpwave.kernels.hopper import parts, rows, scheduler, words
+    from warpwave.kernels.hopper import parts, rows, scheduler, split_float32, words
     from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps, turns
+    from warpwave.kernels.hopper.flash_bwd import split_dkv, split_dq, split_steps
 
     problem = replace(call.problem, return_lse=True, deterministic=deterministic)
     exact = exact or oracle(problem, call.operands)
@@ -62,6 +63,7 @@ def on_cpu(
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
             modules = (band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, turns, words)
+            modules += (split_dkv, split_dq, split_float32, split_steps)
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)

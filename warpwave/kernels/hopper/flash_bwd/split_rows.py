@@ -43,15 +43,15 @@ UNSPECIALIZED = ["batch", "num_heads_q", "num_heads_kv", "tiles_q", "tiles_k", "
 
 @jit
 def _exponent_of_head(
-    maxima_ptr, item, head, begin, low_row, high_row, heads, tiles_of_maxima, IS_VARLEN: tl.constexpr
+    maxima_ptr, item, head, begin, low_row, high_row, heads, tiles, IS_VARLEN: tl.constexpr
 ):  # fmt: skip
     """Returns the exponent of the scale of one head of K or V, from the maxima of its tiles
-    (`scale_ahead.maxima_kernel`)."""
+    (`scale_ahead.maxima_kernel`). `tiles`: of one head, without packed sequences."""
     if IS_VARLEN:
         maxima_ptr += (begin // ROWS + item) * heads + head
         step = heads
     else:
-        maxima_ptr += (item * heads + head) * (tiles_of_maxima // heads)
+        maxima_ptr += (item * heads + head) * tiles
         step = 1
     largest = tl.full((), 0.0, tl.float32)
     first, last = low_row // ROWS, (high_row - 1) // ROWS
@@ -77,8 +77,8 @@ def _store_parts(
 
 @jit
 def _split_keys(
-    pid, tensor: InUnits, parts_ptr, maxima_ptr, sequences: Sequences, window: Window, heads, tiles, tiles_of_maxima,
-    batch, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    pid, tensor: InUnits, parts_ptr, maxima_ptr, sequences: Sequences, window: Window, heads, tiles, batch,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of K or of V in parts. `tiles`: of one head, of all packed sequences together."""
@@ -92,7 +92,7 @@ def _split_keys(
     if (tile >= 0) & (first < high_row):
         x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, HEAD_DIM, ROWS, BLOCK_D)
         exponent = _exponent_of_head(
-            maxima_ptr, item, head, begin, low_row, high_row, heads, tiles_of_maxima, sequences.IS_VARLEN
+            maxima_ptr, item, head, begin, low_row, high_row, heads, tiles, sequences.IS_VARLEN
         )
         _store_parts(x * power_of_two(exponent), parts_ptr, batch_head, slot, tiles, WIDTH, PARTS, BLOCK_D, IS_NVIDIA)
 
@@ -137,8 +137,7 @@ def split_rows_kernel(
     """Splits one tile of K, of V, or of Q and dO of one head, the latter with its statistics and units.
 
     Args:
-        maxima_ptr: of each tile of K, then of V (`scale_ahead.maxima_kernel`), `tiles_of_maxima` of each; without
-            packed sequences a batch item has as many of each head.
+        maxima_ptr: of each tile of K, then of V (`scale_ahead.maxima_kernel`), `tiles_of_maxima` of each.
         units_ptr: (batch * num_heads_q, tiles_q, UNITS) float32.
         scale: of scores (`host.score_units`).
         tiles_q, tiles_k: of one head, of all packed sequences together.
@@ -148,13 +147,13 @@ def split_rows_kernel(
     pid = tl.program_id(0)
     if pid < of_keys:
         _split_keys(
-            pid, k_tensor, k_parts_ptr, maxima_ptr, sequences, window, num_heads_kv, tiles_k, tiles_of_maxima, batch,
+            pid, k_tensor, k_parts_ptr, maxima_ptr, sequences, window, num_heads_kv, tiles_k, batch,
             UNIT, HEAD_DIM, WIDTH, PARTS, BLOCK_D, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     elif pid < 2 * of_keys:
         _split_keys(
             pid - of_keys, v_tensor, v_parts_ptr, maxima_ptr + tiles_of_maxima, sequences, window, num_heads_kv,
-            tiles_k, tiles_of_maxima, batch, UNIT, HEAD_DIM_V, WIDTH_V, PARTS, BLOCK_DV, ALIGN, IS_NVIDIA,
+            tiles_k, batch, UNIT, HEAD_DIM_V, WIDTH_V, PARTS, BLOCK_DV, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     else:
         pid -= 2 * of_keys
@@ -180,10 +179,10 @@ def split_rows_kernel(
         k_begin, low_key, high_key = rows_in_use(item, sequences, window, True)
         kv_head = head // (num_heads_q // num_heads_kv)
         k_exponent = _exponent_of_head(
-            maxima_ptr, item, kv_head, k_begin, low_key, high_key, num_heads_kv, tiles_of_maxima, sequences.IS_VARLEN
+            maxima_ptr, item, kv_head, k_begin, low_key, high_key, num_heads_kv, tiles_k, sequences.IS_VARLEN
         )
         v_exponent = _exponent_of_head(
-            maxima_ptr + tiles_of_maxima, item, kv_head, k_begin, low_key, high_key, num_heads_kv, tiles_of_maxima,
+            maxima_ptr + tiles_of_maxima, item, kv_head, k_begin, low_key, high_key, num_heads_kv, tiles_k,
             sequences.IS_VARLEN,
         )  # fmt: skip
 
