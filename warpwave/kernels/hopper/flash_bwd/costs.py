@@ -13,6 +13,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     MAX_JOINT,
     Config,
     has_hidden_rows,
+    num_parts,
     smem_bytes,
     smem_of_dkv,
     smem_of_dq,
@@ -21,6 +22,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     widths,
 )
 from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
+from warpwave.kernels.hopper.flash_bwd.split_launch import key_tiles, workspace_shapes
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -31,6 +33,8 @@ APART = "apart"  # `Cost.loop`
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what the launches move and compute, whole tiles and padding included, in the order in which they run."""
+    if problem.dtype == "float32":
+        return _in_parts(problem, gpu, config)
     rows, size = problem.rows * problem.num_heads_q, DTYPE_BYTES[problem.dtype]
     # whole tiles
     tiles = heads_of(problem) * query_tiles(problem, config.block_m)
@@ -57,6 +61,27 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         return in_turn(parts, workspace)
     finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, threads)
     return in_turn((*zeros, first, _joint(problem, gpu, config, sums), finish), workspace)
+
+
+def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Returns the cost of float32 gradients: two launches that read the operands and write their parts, and the main
+    ones, which read the parts alone."""
+    rows, keys, size = problem.rows * problem.num_heads_q, keys_of(problem), DTYPE_BYTES[problem.dtype]
+    both, shapes = problem.head_dim + problem.head_dim_v, workspace_shapes(problem)
+    parts, rest = (sum(map(math.prod, found)) for found in (shapes[:4], shapes[4:]))
+    query_blocks = heads_of(problem) * query_tiles(problem, GROUP_ROWS)
+    key_blocks = 2 * math.prod(shapes[1][:2]) // num_parts(problem) * key_tiles(problem)
+    statistics = query_blocks * GROUP_ROWS * STATISTICS_BYTES
+    workspace = 2 * parts + 4 * rest + statistics
+    maxima = of_rows(math.prod(shapes[5]), size * keys * both, 4 * math.prod(shapes[5]), 4 * math.prod(shapes[5]), 128)
+    read = size * (rows * (both + problem.head_dim_v) + keys * both)
+    split = of_rows(query_blocks + key_blocks, read, workspace, workspace, 256)
+    zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
+    main = (
+        replace(walk, scratch_bytes=walk.read_bytes)
+        for walk in (_of_keys(problem, gpu, config), _of_queries(problem, gpu, config))
+    )
+    return in_turn((*zeros, maxima, split, *main), workspace)
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
