@@ -73,7 +73,7 @@ def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     key_blocks = 2 * math.prod(shapes[1][:2]) // num_parts(problem) * key_tiles(problem)
     statistics = query_blocks * GROUP_ROWS * STATISTICS_BYTES
     workspace = 2 * parts + 4 * rest + statistics
-    maxima = of_rows(math.prod(shapes[5]), size * keys * both, 4 * math.prod(shapes[5]), 4 * math.prod(shapes[5]), 128)
+    maxima = of_rows(math.prod(shapes[-1]), size * keys * both, 4 * math.prod(shapes[-1]), 4 * math.prod(shapes[-1]), 128)
     read = size * (rows * (both + problem.head_dim_v) + keys * both)
     split = of_rows(query_blocks + key_blocks, read, workspace, workspace, 256)
     zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()

@@ -64,14 +64,14 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     flags = (None, None) if problem.bias_shape is None else bias_seen.shapes(problem)
     turns = (heads, tiles) if config.is_joint else None
     of_sinks = (heads, tiles) if problem.has_sinks else None
-    of_parts = split_launch.workspace_shapes(problem) if problem.dtype == "float32" else [None] * 6
+    of_parts = split_launch.workspace_shapes(problem) if problem.dtype == "float32" else [None] * 8
     return [statistics, statistics, lines, turns, of_sinks, *words, *flags, *of_parts]
 
 
 # By what is in Workspace.
 _DTYPES = (
     *(*(torch.float32,) * 3, torch.int32, torch.float32, *(torch.int32,) * 2, *(torch.int8,) * 2),
-    *(*(torch.float16,) * 4, *(torch.float32,) * 2),
+    *(*(torch.float16,) * 4, *(torch.float32,) * 4),
 )
 
 

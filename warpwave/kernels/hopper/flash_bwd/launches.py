@@ -36,7 +36,9 @@ class Workspace(NamedTuple):
     k_parts: torch.Tensor | None
     v_parts: torch.Tensor | None
     dout_parts: torch.Tensor | None
+    sums: torch.Tensor | None
     units: torch.Tensor | None
+    centers: torch.Tensor | None
     maxima: torch.Tensor | None
     walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `with_walks`
     walks_transposed: torch.Tensor | None = None

@@ -60,7 +60,7 @@ def place_of(
     see a key, [q_begin, q_end), the tile's number in the sequence, negative if it belongs to none, and the number of
     the packed sequence."""
     begin = 0
-    b = 0
+    item = 0
     tile = place
     if IS_VARLEN:
         # As in scheduler.packed_tile: the last sequence whose places begin here or before.
@@ -70,10 +70,10 @@ def place_of(
             offsets = tl.load(cu_seqlens_q_ptr + b, mask=b < batch, other=0)
             offsets = tl.minimum(tl.maximum(offsets, 0), total_q)
             before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < batch)).to(tl.int32), 0)
-        b = tl.maximum(before - 1, 0)
-        begin, seqlen_q = _clamped(cu_seqlens_q_ptr, b, total_q)
-        _, seqlen_k = _clamped(cu_seqlens_k_ptr, b, total_k)
-        tile = place - (begin // BLOCK_M + b)
+        item = tl.maximum(before - 1, 0)
+        begin, seqlen_q = _clamped(cu_seqlens_q_ptr, item, total_q)
+        _, seqlen_k = _clamped(cu_seqlens_k_ptr, item, total_k)
+        tile = place - (begin // BLOCK_M + item)
     q_begin = 0
     q_end = seqlen_q
     if HAS_HIGH:
@@ -87,7 +87,7 @@ def place_of(
         q_end = tl.where(seqlen_k - seqlen_q - window_left > high, q_begin, q_end)
     q_begin = q_begin // ALIGN * ALIGN
     q_end = tl.where(seqlen_k > 0, q_end, q_begin)
-    return begin, seqlen_q, q_begin, q_end, tile, b
+    return begin, seqlen_q, q_begin, q_end, tile, item
 
 
 @jit(do_not_specialize=UNSPECIALIZED)

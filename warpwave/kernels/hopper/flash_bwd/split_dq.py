@@ -9,6 +9,10 @@ see, 64 a step:
 The products of a group do not overlap its own softmax, but the other group's. On request, the launch also sums dS as
 parts of the gradient of ALiBi's slopes.
 
+The log-sum-exp and delta are another kernel's, rounded differently, so a row's dS add up to a rounding error r too
+much. If keys have a common offset c, far larger than their differences, r c is not small beside dQ. Therefore r is
+summed, and r c subtracted, where c is the mean of a few keys (split_rows.py): an identity for any c, if r were 0.
+
 Bound: tensor cores (docs/notes/float32.md).
 """
 
@@ -45,15 +49,18 @@ from warpwave.kernels.hopper.parts import (
     barriers,
     buffers,
     hand_back_multiplied,
+    like,
     load_tile,
     present,
     ring_init,
     skip,
     tile_bytes,
     wait_full,
+    zero_accumulator,
 )
-from warpwave.kernels.hopper.split_float32 import zero_slices
-from warpwave.runtime.gluon_or_stub import aggregate, fence_async_shared, gl, jit, mbarrier
+from warpwave.kernels.hopper.softmax import partial_sums
+from warpwave.kernels.hopper.split_float32 import slice_column, zero_slices
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, mbarrier
 
 GROUPS = gl.constexpr(2)
 
@@ -82,7 +89,8 @@ class Place:
     """The destination of dQ, and the data of a group's queries besides Q and dO.
 
     Args:
-        lse_ptr, delta_ptr, units_ptr: of split_rows.py: `statistic_rows` of each of the `num_heads` heads of an item.
+        lse_ptr, delta_ptr, sums_ptr, units_ptr, centers_ptr: of split_rows.py: `statistic_rows` of each of the
+            `num_heads` heads of an item.
         dq_ptr, strides_dq: of dQ; strides of batch, head and row.
         of_slopes_ptr: each query's contribution to the gradient of its head's ALiBi slope, (batch, head, `longest`
             queries); unused unless WRITE_DSLOPES.
@@ -90,8 +98,11 @@ class Place:
 
     lse_ptr: gl.tensor
     delta_ptr: gl.tensor
+    sums_ptr: gl.tensor
     units_ptr: gl.tensor
+    centers_ptr: gl.tensor
     num_heads: gl.tensor
+    group_size: gl.tensor
     statistic_rows: gl.tensor
     dq_ptr: gl.tensor
     strides_dq: gl.tuple
@@ -160,7 +171,8 @@ def load_queries(q_maps, dout_maps, tiles, batch, head, row, messages):
 
 @jit
 def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
-    """Returns dQ before the scale of a group's queries, and the number of the next tile of keys."""
+    """Returns dQ before the scale of a group's queries, the factors of the keys' center to be subtracted, and the
+    number of the next tile of keys."""
     layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(ROWS))
     band = band_of(work, rules)
     block_first = band.q_begin + work.tile * rules.BLOCK_M
@@ -186,7 +198,10 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     dq = zero_slices(tiles.keys)
     dropping = with_dropout(rules, of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head))
     none = gl.to_tensor(0)
-    of_slope = gl.zeros([ROWS], gl.float32, layout)
+    total = partial_sums(zero_accumulator(ROWS), ROWS)  # of dS; of P times the softcap's derivative; for the slopes
+    derivative = total
+    of_slope = total
+    distance = total
     n = skip(tiles.keys, tiles.values, n, begin - block_begin)
     for j in range(begin, end):
         key_first = band.k_begin + j * ROWS
@@ -200,22 +215,60 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
         if is_cut(row_first, key_first, band, rules):
             # Applied here and not to P: dP of hidden pairs may be NaN.
             ds = gl.where(visible(ds, band, row_first, key_first, False, rules), ds, 0.0)
+        total = total + partial_sums(ds, ROWS)
         if place.WRITE_DSLOPES:
             rows, keys = places(ds, row_first, key_first, False)
-            of_slope -= gl.sum(ds * gl.abs(rows + band.offset - keys).to(gl.float32), axis=1)
+            apart = gl.abs(rows + band.offset - keys).to(gl.float32)
+            of_slope = of_slope + partial_sums(ds * apart, ROWS)
+            distance = distance + partial_sums(gl.where(ds == 0.0, 0.0, gl.abs(p) * apart), ROWS)
         if rules.HAS_SOFTCAP:  # the softcap's derivative of hidden pairs may be NaN
+            derivative = derivative + partial_sums(gl.where(ds == 0.0, 0.0, gl.abs(p) * cap), ROWS)
             ds = gl.where(ds == 0.0, 0.0, ds * cap)
         ds, factor = scaled_rows(ds, exponent)
         dq = add_products(parts_of(ds, tiles.keys.parts), tiles.keys, n, dq, factor)
         hand_back_multiplied(tiles.keys, n)
         n += 1
     n = skip(tiles.keys, tiles.values, n, block_end - end)
+    unit = power_of_two(gl.full([ROWS], 127 + gl.load(units + OF_DS).to(gl.int32), gl.int32, layout))
+    lanes = gl.arange(0, ROWS, layout)
+    excess = row_sums(total) - gl.load(place.sums_ptr + (line + row + lanes), mask=lanes < rows_left, other=0.0)
     if place.WRITE_DSLOPES:
-        unit = power_of_two(gl.full([ROWS], 127 + gl.load(units + OF_DS).to(gl.int32), gl.int32, layout))
         line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
-        rows = row_first + gl.arange(0, ROWS, layout)
+        rows = row_first + lanes
+        of_slope = excess * row_sums(distance) - row_sums(of_slope)
         gl.store(place.of_slopes_ptr + (line + rows), of_slope * unit, mask=rows < band.q_end)
-    return dq, n
+    if rules.HAS_SOFTCAP:
+        excess = excess * row_sums(derivative)
+    return dq, excess * unit, n
+
+
+@jit
+def row_sums(partial):
+    """Returns the sums of rows from `partial_sums`, [64]."""
+    return gl.convert_layout(gl.sum(partial, axis=1), gl.SliceLayout(1, accumulator_layout(ROWS)))
+
+
+@jit
+def without_excess(dq, excess, place, work, tiles):
+    """Returns dQ less what rows of dS add up to in excess, times the keys' center."""
+    kv_head = work.batch * (place.num_heads // place.group_size) + work.head // place.group_size
+    centers = place.centers_ptr + kv_head * row_width(tiles.keys.pieces)
+    found = ()
+    for i in gl.static_range(len(dq)):
+        found = found + (_slice_without(dq[i], excess, centers + slice_column(tiles.keys.pieces, i)),)
+    return found
+
+
+@jit
+def _slice_without(x, excess, centers):
+    columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    return x - like(excess, x) * gl.load(centers + columns)[None, :]
+
+
+@constexpr_function
+def row_width(pieces):
+    """Returns the columns of a tile."""
+    return sum(piece.shape[-1] for piece in list(pieces))
 
 
 @jit
@@ -227,11 +280,12 @@ def consumer(GROUP: gl.constexpr, place, tiles, seqlen_q, seqlen_k, rules):
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(GROUP), messages & 1)
-        dq, n = sum_queries(GROUP, tiles, work, n, place, rules)
+        dq, excess, n = sum_queries(GROUP, tiles, work, n, place, rules)
         arrive_alone(tiles.empty.index(GROUP))  # only products have read Q or dO
         # Reading the message again is cheaper than keeping its words in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
+        dq = without_excess(dq, excess, place, work, tiles)
         band = band_of(work, rules)
         row = band.q_begin + work.tile * rules.BLOCK_M + GROUP * ROWS
         row_end = band.q_end
@@ -274,8 +328,10 @@ def split_dq_kernel(
     dout_map_3,
     lse_ptr,
     delta_ptr,
+    sums_ptr,
     dq_ptr,
     units_ptr,
+    centers_ptr,
     alibi_slopes_ptr,
     of_slopes_ptr,
     cu_seqlens_q_ptr,
@@ -365,8 +421,8 @@ def split_dq_kernel(
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
     place = Place(
-        lse_ptr, delta_ptr, units_ptr, num_heads, statistic_rows, dq_ptr, (stride_dq_b, stride_dq_h, stride_dq_m),
-        softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr, seqlen_q, HEAD_DIM, WRITE_DSLOPES,
+        lse_ptr, delta_ptr, sums_ptr, units_ptr, centers_ptr, num_heads, group_size, statistic_rows, dq_ptr,
+        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr, seqlen_q, HEAD_DIM, WRITE_DSLOPES,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -24,8 +24,9 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def workspace_shapes(problem: AttentionProblem) -> list[tuple[int, ...]]:
-    """Returns the shapes of the parts of q, k, v and dout, (batch, heads * parts, rows of whole tiles, width); of the
-    units of tiles of queries, and of the maxima of tiles of k and v."""
+    """Returns the shapes of the parts of q, k, v and dout, (batch, heads * parts, rows of whole tiles, width), and of
+    what else split_rows.py writes: sums of rows, units of tiles of queries, and centers of k; and of the maxima of
+    tiles of k and v."""
     parts, (of_keys, of_values) = num_parts(problem), widths(problem)
     batch = 1 if problem.packed else problem.batch
     tiles, rows_k = launches.query_tiles(problem, GROUP_ROWS), key_tiles(problem) * GROUP_ROWS
@@ -35,7 +36,9 @@ def workspace_shapes(problem: AttentionProblem) -> list[tuple[int, ...]]:
         (batch, heads_kv, rows_k, of_keys),
         (batch, heads_kv, rows_k, of_values),
         (batch, heads, rows_q, of_values),
+        (launches.heads_of(problem), rows_q),
         (launches.heads_of(problem), tiles, split_rows.UNITS.value),
+        (problem.batch * problem.num_heads_kv, of_keys),
         (2, scale_ahead.num_tiles(problem)[1]),
     ]
 
@@ -69,7 +72,7 @@ def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
         work = t.workspace
         parts = work.q_parts, work.k_parts, work.v_parts, work.dout_parts
         read = *t.operands[:3], t.dout, t.out, t.lse, t.dlse, *t.offsets, work.maxima
-        return *read, *parts, work.lse_log2, work.delta, work.units
+        return *read, *parts, work.lse_log2, work.delta, work.sums, work.units, work.centers
 
     strides, unit = operand_strides(problem, (*tensors.operands[:3], tensors.dout, tensors.out))
     tiles_q, tiles_k = launches.query_tiles(problem, GROUP_ROWS), key_tiles(problem)
@@ -162,7 +165,8 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
     def beside(t: Tensors) -> tuple[Any, ...]:
-        of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.workspace.units)
+        work = t.workspace
+        of_rows = (work.lse_log2, work.delta, work.sums, t.dq, work.units, work.centers)
         return *of_rows, t.operands.alibi_slopes, t.of_slopes, *t.offsets, t.operands.dropout_seed
 
     plans, block_m = _plans(problem, _sources(tensors)), 2 * GROUP_ROWS

@@ -8,7 +8,9 @@ Parts lie in whole tiles, as statistics do (rows.py): tile t of a sequence begin
 its first key that is seen, plus 64 t. Rows behind the last one, and queries that see nothing, are zeros. A tile thus
 never holds another sequence's rows, or a NaN that must have no effect.
 
-delta is in units of the tile of dO and of V: the main launches subtract it from a product of parts.
+delta is in units of the tile of dO and of V: the main launches subtract it from a product of parts. `sums` is what dS
+of a row adds up to, in the same units: what arrives at the log-sum-exp. `centers` is the mean of the first tile of K of
+each head (split_dq.py).
 
 Bound: memory.
 """
@@ -56,8 +58,8 @@ def _exponent_of_head(
     largest = tl.full((), 0.0, tl.float32)
     first, last = low_row // ROWS, (high_row - 1) // ROWS
     for i in range(first, last + 1, 128):
-        tiles = i + tl.arange(0, 128)
-        largest = tl.maximum(largest, tl.max(tl.load(maxima_ptr + tiles * step, mask=tiles <= last, other=0.0), 0))
+        lanes = i + tl.arange(0, 128)
+        largest = tl.maximum(largest, tl.max(tl.load(maxima_ptr + lanes * step, mask=lanes <= last, other=0.0), 0))
     return exponent_for(largest, MOST_SCALED)
 
 
@@ -77,11 +79,12 @@ def _store_parts(
 
 @jit
 def _split_keys(
-    pid, tensor: InUnits, parts_ptr, maxima_ptr, sequences: Sequences, window: Window, heads, tiles, batch,
+    pid, tensor: InUnits, parts_ptr, centers_ptr, maxima_ptr, sequences: Sequences, window: Window, heads, tiles, batch,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of K or of V in parts. `tiles`: of one head, of all packed sequences together."""
+    """Writes one tile of K or of V in parts, and the mean of the first tile of a head. `tiles`: of one head, of all
+    packed sequences together."""
     slot, batch_head = pid % tiles, pid // tiles
     item, head, tile = batch_head // heads, batch_head % heads, slot
     if sequences.IS_VARLEN:
@@ -94,7 +97,14 @@ def _split_keys(
         exponent = _exponent_of_head(
             maxima_ptr, item, head, begin, low_row, high_row, heads, tiles, sequences.IS_VARLEN
         )
-        _store_parts(x * power_of_two(exponent), parts_ptr, batch_head, slot, tiles, WIDTH, PARTS, BLOCK_D, IS_NVIDIA)
+        x *= power_of_two(exponent)
+        _store_parts(x, parts_ptr, batch_head, slot, tiles, WIDTH, PARTS, BLOCK_D, IS_NVIDIA)
+        if centers_ptr is not None:
+            if tile == 0:
+                count = tl.minimum(high_row - low_row, first + ROWS - low_row)
+                center = tl.sum(tl.where(tl.abs(x) < float("inf"), x, 0.0), 0) / count * power_of_two(-exponent)
+                dims = tl.arange(0, BLOCK_D)
+                tl.store(centers_ptr + (item * heads + head).to(tl.int64) * WIDTH + dims, center, mask=dims < WIDTH)
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
@@ -115,7 +125,9 @@ def split_rows_kernel(
     dout_parts_ptr,
     lse_log2_ptr,
     delta_ptr,
+    sums_ptr,
     units_ptr,
+    centers_ptr,
     scale,
     batch,
     num_heads_q,
@@ -139,6 +151,7 @@ def split_rows_kernel(
     Args:
         maxima_ptr: of each tile of K, then of V (`scale_ahead.maxima_kernel`), `tiles_of_maxima` of each.
         units_ptr: (batch * num_heads_q, tiles_q, UNITS) float32.
+        centers_ptr: (batch * num_heads_kv, WIDTH) float32, of each packed sequence.
         scale: of scores (`host.score_units`).
         tiles_q, tiles_k: of one head, of all packed sequences together.
     """
@@ -147,13 +160,13 @@ def split_rows_kernel(
     pid = tl.program_id(0)
     if pid < of_keys:
         _split_keys(
-            pid, k_tensor, k_parts_ptr, maxima_ptr, sequences, window, num_heads_kv, tiles_k, batch,
+            pid, k_tensor, k_parts_ptr, centers_ptr, maxima_ptr, sequences, window, num_heads_kv, tiles_k, batch,
             UNIT, HEAD_DIM, WIDTH, PARTS, BLOCK_D, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     elif pid < 2 * of_keys:
         _split_keys(
-            pid - of_keys, v_tensor, v_parts_ptr, maxima_ptr + tiles_of_maxima, sequences, window, num_heads_kv,
-            tiles_k, batch, UNIT, HEAD_DIM_V, WIDTH_V, PARTS, BLOCK_DV, ALIGN, IS_NVIDIA,
+            pid - of_keys, v_tensor, v_parts_ptr, None, maxima_ptr + tiles_of_maxima, sequences, window,
+            num_heads_kv, tiles_k, batch, UNIT, HEAD_DIM_V, WIDTH_V, PARTS, BLOCK_DV, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     else:
         pid -= 2 * of_keys
@@ -196,6 +209,7 @@ def split_rows_kernel(
         dout = load_rows(dout_tensor, item, head, begin, first, 0, high_row, UNIT, HEAD_DIM_V, ROWS, BLOCK_DV)
         dout = tl.where(sees[:, None], dout, 0.0)
         exponent = exponent_for(largest_of(dout), MOST_SCALED_DOUT)
+        sums = tl.zeros([ROWS], tl.float32)
         if dlse_ptr is not None:
             dlse = tl.where(sees, tl.load(dlse_ptr + line + rows, mask=inside, other=0.0), 0.0)
             magnitudes = tl.abs(dlse)
@@ -209,10 +223,11 @@ def split_rows_kernel(
         # Scaled before they are multiplied: |out| is at most the largest |V|, so nothing overflows.
         delta = tl.sum(dout * (out * power_of_two(v_exponent)), 1)
         if dlse_ptr is not None:
-            delta -= dlse * power_of_two(exponent) * power_of_two(v_exponent)
+            sums = dlse * power_of_two(exponent) * power_of_two(v_exponent)
         at = (batch_head.to(tl.int64) * tiles_q + place) * ROWS + tl.arange(0, ROWS)
         tl.store(lse_log2_ptr + at, tl.where(sees, lse * LOG2_E, float("inf")))
-        tl.store(delta_ptr + at, tl.where(sees, delta, 0.0))
+        tl.store(delta_ptr + at, tl.where(sees, delta - sums, 0.0))
+        tl.store(sums_ptr + at, sums)
 
         # Where scores exceed float32 anyway, 0 times an infinite factor would turn a score of 0 into NaN.
         of_scores = tl.minimum(tl.maximum(-(q_exponent + k_exponent), -126), 100)
