@@ -35,8 +35,10 @@ class Value(Tensor):
         """Converted; with `bitcast`, the same bits."""
         if not bitcast:
             return super().to(dtype)
-        return self.as_subclass(Tensor).int().view(dtype).as_subclass(Value) if dtype.is_floating_point else (
-            self.as_subclass(Tensor).contiguous().view(dtype).as_subclass(Value)
+        return (
+            self.as_subclass(Tensor).int().view(dtype).as_subclass(Value)
+            if dtype.is_floating_point
+            else (self.as_subclass(Tensor).contiguous().view(dtype).as_subclass(Value))
         )
 
 

@@ -37,8 +37,19 @@ def on_cpu(
     """The gradients by the launches' own source, from out and lse of the reference, or from others. With `more`, those
     of bias and slopes as well."""
     from warpwave.kernels.hopper import parts, rows, scheduler, softmax, split_float32, words
-    from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps, turns
-    from warpwave.kernels.hopper.flash_bwd import split_dkv, split_dq, split_steps
+    from warpwave.kernels.hopper.flash_bwd import (
+        band,
+        bias,
+        dkv,
+        dq,
+        joint,
+        producer,
+        split_dkv,
+        split_dq,
+        split_steps,
+        steps,
+        turns,
+    )
 
     problem = replace(call.problem, return_lse=True, deterministic=deterministic)
     exact = exact or oracle(problem, call.operands)
@@ -63,8 +74,10 @@ def on_cpu(
         tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
-            modules = (band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, turns, words)
-            modules += (softmax, split_dkv, split_dq, split_float32, split_steps)
+            modules = (
+                *(band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, turns, words),
+                *(softmax, split_dkv, split_dq, split_float32, split_steps),
+            )
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)
@@ -229,7 +242,7 @@ def test_nan_of_a_neighbor_stays_there(
             assert torch.equal(getattr(got, name)[begin:end], getattr(expected, name)[begin:end]), name
 
 
-# float32, in parts -----------------------------------------------------------------------------------------------------
+# float32, in parts ----------------------------------------------------------------------------------------------------
 
 
 def in_float32(
@@ -444,5 +457,7 @@ def test_biases_of_large_magnitude_stay_finite(largest: float) -> None:
     "features", [{}, {"packed": True, "batch": 4, "causal": "top_left", "alibi": "batch"}], ids=str
 )
 def test_slopes_on_a_cpu(features: dict[str, Any], dtype: str) -> None:
-    case = replace(SHORT, dtype=dtype, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": 15.0, **features})
+    case = replace(
+        SHORT, dtype=dtype, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": 15.0, **features}
+    )
     judge(cases.build(case, "normal", CPU))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
 from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
+from warpwave.kernels.hopper.flash_bwd import split_launch
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
@@ -22,7 +23,6 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     widths,
 )
 from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
-from warpwave.kernels.hopper.flash_bwd.split_launch import key_tiles, workspace_shapes
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -67,13 +67,14 @@ def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns the cost of float32 gradients: two launches that read the operands and write their parts, and the main
     ones, which read the parts alone."""
     rows, keys, size = problem.rows * problem.num_heads_q, keys_of(problem), DTYPE_BYTES[problem.dtype]
-    both, shapes = problem.head_dim + problem.head_dim_v, workspace_shapes(problem)
+    both, shapes = problem.head_dim + problem.head_dim_v, split_launch.workspace_shapes(problem)
     parts, rest = (sum(map(math.prod, found)) for found in (shapes[:4], shapes[4:]))
     query_blocks = heads_of(problem) * query_tiles(problem, GROUP_ROWS)
-    key_blocks = 2 * math.prod(shapes[1][:2]) // num_parts(problem) * key_tiles(problem)
+    key_blocks = 2 * math.prod(shapes[1][:2]) // num_parts(problem) * split_launch.key_tiles(problem)
     statistics = query_blocks * GROUP_ROWS * STATISTICS_BYTES
     workspace = 2 * parts + 4 * rest + statistics
-    maxima = of_rows(math.prod(shapes[-1]), size * keys * both, 4 * math.prod(shapes[-1]), 4 * math.prod(shapes[-1]), 128)
+    tiles = math.prod(shapes[-1])
+    maxima = of_rows(tiles, size * keys * both, 4 * tiles, 4 * tiles, 128)
     read = size * (rows * (both + problem.head_dim_v) + keys * both)
     split = of_rows(query_blocks + key_blocks, read, workspace, workspace, 256)
     zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()

@@ -422,7 +422,8 @@ def split_dq_kernel(
     fence_async_shared()
     place = Place(
         lse_ptr, delta_ptr, sums_ptr, units_ptr, centers_ptr, num_heads, group_size, statistic_rows, dq_ptr,
-        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr, seqlen_q, HEAD_DIM, WRITE_DSLOPES,
+        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr,
+        seqlen_q, HEAD_DIM, WRITE_DSLOPES,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -15,8 +15,8 @@ from warpwave.kernels.hopper.flash_bwd.steps import store_rows
 from warpwave.kernels.hopper.parts import accumulator_layout, like, matrix, unseen_zero, wait_full, zero_accumulator
 from warpwave.kernels.hopper.split_float32 import (
     half_part,
-    number,
     num_slices,
+    number,
     slice_column,
     values_slice,
     zero_slice,
