@@ -177,7 +177,7 @@ def of_queries(
         bytes_of_row: bytes of a key of a head in L2.
         statistic_rows: rows of statistics of a head.
     """
-    group_size = problem.num_heads_q // problem.num_heads_kv
+    group = problem.num_heads_q // problem.num_heads_kv
     kv_bytes = max(1, problem.seqlen_k * bytes_of_row)
     scale, softcap_log2 = host.score_units(problem)
     return [
@@ -185,10 +185,10 @@ def of_queries(
         *head_strides(problem, tensors.dq),
         query_tiles(problem, block_m) * heads_of(problem),
         problem.num_heads_q,
-        group_size,
+        group,
         problem.batch,
         -(-problem.seqlen_q // block_m),
-        min(problem.batch * problem.num_heads_q, max(1, host.L2_BYTES // kv_bytes) * group_size),
+        min(problem.batch * problem.num_heads_q, max(1, host.L2_BYTES // kv_bytes) * group),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,
