@@ -1,4 +1,4 @@
-"""Emulates float32 gradients of Hopper on a CPU, by two float16 parts, and measures their error beside other arithmetic.
+"""Emulates Hopper's float32 gradients by two float16 parts on a CPU, and measures their error beside others.
 
     PYTHONPATH=. python benchmarks/float32_gradient_error.py --keys 16384 --head-dim 64
 
@@ -54,10 +54,12 @@ def of_parts(a: Parts, b: Parts) -> Tensor:
 
 
 def transposed(parts: Parts) -> Parts:
+    """Returns the parts of the transpose."""
     return parts[0].T, parts[1].T
 
 
 def tiles(x: Tensor) -> Iterator[Tensor]:
+    """Yields 64 rows at a time."""
     return iter(x.split(ROWS))
 
 
@@ -154,12 +156,14 @@ def plain_dkv(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> tu
 
 
 def errors(found: Tensor, right: Tensor) -> dict[str, float]:
+    """Returns the errors that are printed."""
     off = found - right
     row = (off.square().mean(1).sqrt().max() / right.abs().max()).item()
     return {"relative": (off.norm() / right.norm()).item(), "worst_row": row}
 
 
 def measure(data: str, keys: int, head_dim: int, seed: int) -> dict[str, Any]:
+    """Returns the errors of one data set."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v, dout = (torch.randn(keys, head_dim, generator=generator) for _ in range(4))
     if data == "outliers":  # a few rows of what arrives, a channel of k and one of v
@@ -188,6 +192,7 @@ def measure(data: str, keys: int, head_dim: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Prints a line of JSON for each data set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=16384)
     parser.add_argument("--head-dim", type=int, default=64)

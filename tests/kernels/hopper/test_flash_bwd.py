@@ -38,6 +38,15 @@ GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if nam
 }
 
 
+# In float32, of every head size up to 128, without what these launches refuse.
+IN_FLOAT32: dict[str, Any] = {
+    name: values for name, values in GRID.items() if name not in ("mask", "bias", "sinks")
+} | {
+    "dtype": ("float32:default", "float32:fp16x1"),
+    "dims": ((8, 8), (64, 64), (59, 59), (80, 80), (111, 96), (128, 128), (64, 128), (128, 64), (40, 24), (1, 16)),
+}
+
+
 REPEATED: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": "bottom_right"},
@@ -78,6 +87,32 @@ def test_gates(case: Case, data: Data, config: int) -> None:
     references = backward_references(call.problem, call.operands, dout, dlse)
     verdict = judge_backward(call.problem, references, gradients(call, dout, dlse, config))
     assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("data", DATA_SETS)
+@pytest.mark.parametrize("case", cases.pairwise(IN_FLOAT32), ids=str)
+def test_float32_gates(case: Case, data: Data) -> None:
+    call = cases.build(case, data, DEVICE)
+    assert not flash_bwd.why_not(call.problem, GPU)
+    dout, dlse = upstream(call)
+    dout.flatten(0, -3)[::16] *= 1000
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    verdict = judge_backward(call.problem, references, gradients(call, dout, dlse))
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("features", REPEATED)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_float32_gradients_repeat_bit_for_bit(dims: tuple[int, int], features: str) -> None:
+    case = replace(
+        PLAIN, dtype="float32:default", dims=dims, lengths=(1500, 1400), heads=(8, 4),
+        **{"batch": 5, **REPEATED[features]},
+    )  # fmt: skip
+    call = cases.build(case, "normal", DEVICE)
+    dout, dlse = upstream(call)
+    first = gradients(call, dout, dlse)
+    for _ in range(50):
+        assert bits(*gradients(call, dout, dlse)[:3]) == bits(*first[:3])
 
 
 @pytest.mark.parametrize("features", REPEATED)
