@@ -42,7 +42,7 @@ GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if nam
 IN_FLOAT32: dict[str, Any] = {
     name: values for name, values in GRID.items() if name not in ("mask", "bias", "sinks")
 } | {
-    "dtype": ("float32:default", "float32:fp16x1"),
+    "dtype": ("float32:default", "float32:tf32x3"),
     "dims": ((8, 8), (64, 64), (59, 59), (80, 80), (111, 96), (128, 128), (64, 128), (128, 64), (40, 24), (1, 16)),
 }
 

@@ -126,8 +126,10 @@ def test_packed_float32_takes_parts(card: Card) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"precision": "bf16x6"}, "precision is 'bf16x6'; its float32 products are fp16x1, fp16x3"),
-        ({"precision": "ieee"}, "precision is 'ieee'"),
+        ({"precision": "bf16x6"}, "precision 'bf16x6' is ieee here; its float32 products are fp16x3"),
+        ({"precision": "tf32"}, "precision 'tf32' is fp16x1 here"),
+        ({"precision": "ieee"}, "precision 'ieee' is ieee here"),
+        ({"error_budget": 1e-2}, "precision 'default' is fp16x1 here"),
         ({"head_dim": 192}, "head_dim is 192; in float32, two parts of a tile must fit shared memory, 128 at most"),
         ({"has_sinks": True}, "in float32 it does not support sinks"),
         ({"mask_shape": (1, 1, 512, 512)}, "in float32 it does not support a mask"),
@@ -143,7 +145,7 @@ def test_float32_is_refused_for_a_reason(changes: dict[str, Any], reason: str) -
         batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=64, head_dim_v=64,
         dtype="float32", softmax_scale=0.125,
     )  # fmt: skip
-    for precision in ("default", "fp16x3", "tf32x3", "fp16x1"):
+    for precision in ("default", "fp16x3", "tf32x3", "bf16x3"):
         assert not kernel.why_not(replace(problem, precision=precision), gpu)
     (found,) = kernel.why_not(replace(problem, **changes), gpu)
     assert found.startswith(reason)

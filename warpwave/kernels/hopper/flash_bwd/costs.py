@@ -8,13 +8,12 @@ from dataclasses import replace
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
 from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
-from warpwave.kernels.hopper.flash_bwd import split_launch
+from warpwave.kernels.hopper.flash_bwd import split_launch, split_rows
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
     Config,
     has_hidden_rows,
-    num_parts,
     smem_bytes,
     smem_of_dkv,
     smem_of_dq,
@@ -70,7 +69,7 @@ def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     both, shapes = problem.head_dim + problem.head_dim_v, split_launch.workspace_shapes(problem)
     parts, rest = (sum(map(math.prod, found)) for found in (shapes[:4], shapes[4:]))
     query_blocks = heads_of(problem) * query_tiles(problem, GROUP_ROWS)
-    key_blocks = 2 * math.prod(shapes[1][:2]) // num_parts(problem) * split_launch.key_tiles(problem)
+    key_blocks = 2 * math.prod(shapes[1][:2]) // split_rows.PARTS.value * split_launch.key_tiles(problem)
     statistics = query_blocks * GROUP_ROWS * STATISTICS_BYTES
     workspace = 2 * parts + 4 * rest + statistics
     tiles = math.prod(shapes[-1])

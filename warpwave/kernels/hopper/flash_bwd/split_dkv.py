@@ -29,7 +29,7 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     with_scale,
     work_on_keys,
 )
-from warpwave.kernels.hopper.flash_bwd.split_rows import OF_DK, OF_SCORES, OF_VALUES, ROWS
+from warpwave.kernels.hopper.flash_bwd.split_rows import OF_DK, OF_SCORES, OF_VALUES, PARTS, ROWS
 from warpwave.kernels.hopper.flash_bwd.split_steps import (
     LIFT,
     add_products,
@@ -122,7 +122,6 @@ class Given:
 def producer(maps, tiles, schedule, heads, rules):
     """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
-    PARTS: gl.constexpr = tiles.queries.ring.parts
     n = 0
     messages = 0
     t = gl.to_tensor(-1)
@@ -151,8 +150,8 @@ def producer(maps, tiles, schedule, heads, rules):
                     full = tiles.full.index(0)
                     mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
                     mbarrier.expect(full, (tile_bytes(k_maps) + tile_bytes(v_maps)) * PARTS)
-                    load_parts(k_maps, tiles.keys, full, 0, batch, work.head, key, PARTS)
-                    load_parts(v_maps, tiles.values, full, 0, batch, work.head, key, PARTS)
+                    load_parts(k_maps, tiles.keys, full, 0, batch, work.head, key)
+                    load_parts(v_maps, tiles.values, full, 0, batch, work.head, key)
                 load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row, line)
                 n += 1
             messages += 1
@@ -210,7 +209,7 @@ def sum_values(tiles, work, n, given, heads, rules):
         mbarrier.arrive(tiles.p_full.index(n % 2), count=1)
         # The log-sum-exp was read before the barrier within the arrival, and S of this tile is finished.
         arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))
-        parts = parts_of(kept(p, rules) * LIFT, tiles.dout.ring.parts)
+        parts = parts_of(kept(p, rules) * LIFT)
         wait_full(tiles.dout.ring, n)
         dv = add_products(parts, tiles.dout.ring, n, dv, per_row(factor))
         hand_back_multiplied(tiles.dout.ring, n)
@@ -241,7 +240,7 @@ def sum_keys(tiles, work, n, given, heads, rules):
         # Delta was read before the barrier within the arrival, and dP of this tile is finished.
         arrive_alone(tiles.dout.ring.empty.index(n % tiles.dout.ring.stages))
         ds, factor = scaled_rows(gradient(p, y, delta[None, :], rules), exponent)
-        parts = parts_of(ds, tiles.queries.ring.parts)
+        parts = parts_of(ds)
         wait_full(tiles.queries.ring, n)
         dk = add_products(parts, tiles.queries.ring, n, dk, factor)
         hand_back_multiplied(tiles.queries.ring, n)
@@ -360,7 +359,6 @@ def split_dkv_kernel(
     dropout_threshold,
     dropout_scale,
     STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     HAS_LOW: gl.constexpr,

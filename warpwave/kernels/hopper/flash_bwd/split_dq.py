@@ -30,7 +30,7 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     with_scale,
 )
 from warpwave.kernels.hopper.flash_bwd.dq import is_cut, statistic
-from warpwave.kernels.hopper.flash_bwd.split_rows import OF_DQ, OF_DS, OF_SCORES, ROWS
+from warpwave.kernels.hopper.flash_bwd.split_rows import OF_DQ, OF_DS, OF_SCORES, PARTS, ROWS
 from warpwave.kernels.hopper.flash_bwd.split_steps import (
     add_products,
     load_parts,
@@ -157,13 +157,12 @@ def producer(maps, tiles, schedule, rules):
 def load_queries(q_maps, dout_maps, tiles, batch, head, row, messages):
     """Loads Q and dO of both groups, each as soon as its tiles of the previous block are no longer needed. The second
     group's tile may be another sequence's, or past the last one; then its results are not stored."""
-    PARTS: gl.constexpr = tiles.keys.parts
     for g in gl.static_range(GROUPS):
         full = tiles.full.index(g)
         mbarrier.wait(tiles.empty.index(g), (messages & 1) ^ 1)
         mbarrier.expect(full, (tile_bytes(q_maps) + tile_bytes(dout_maps)) * PARTS)
-        load_parts(q_maps, tiles.queries, full, g, batch, head, row + g * ROWS, PARTS)
-        load_parts(dout_maps, tiles.dout, full, g, batch, head, row + g * ROWS, PARTS)
+        load_parts(q_maps, tiles.queries, full, g, batch, head, row + g * ROWS)
+        load_parts(dout_maps, tiles.dout, full, g, batch, head, row + g * ROWS)
 
 
 # A consumer -----------------------------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
             derivative = derivative + partial_sums(gl.where(ds == 0.0, 0.0, gl.abs(p) * cap), ROWS)
             ds = gl.where(ds == 0.0, 0.0, ds * cap)
         ds, factor = scaled_rows(ds, exponent)
-        dq = add_products(parts_of(ds, tiles.keys.parts), tiles.keys, n, dq, factor)
+        dq = add_products(parts_of(ds), tiles.keys, n, dq, factor)
         hand_back_multiplied(tiles.keys, n)
         n += 1
     n = skip(tiles.keys, tiles.values, n, block_end - end)
@@ -362,7 +361,6 @@ def split_dq_kernel(
     dropout_scale,
     STAGES: gl.constexpr,
     STAGES_V: gl.constexpr,
-    PARTS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HAS_LOW: gl.constexpr,
     HAS_HIGH: gl.constexpr,

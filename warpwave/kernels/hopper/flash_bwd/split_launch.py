@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import launches, split_dkv, split_dq, split_rows
-from warpwave.kernels.hopper.flash_bwd.config import GROUP_ROWS, Config, num_parts, steps_of_dq, widths
+from warpwave.kernels.hopper.flash_bwd.config import GROUP_ROWS, Config, steps_of_dq, widths
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.prepass.split_ahead import operand_strides
@@ -27,7 +27,7 @@ def workspace_shapes(problem: AttentionProblem) -> list[tuple[int, ...]]:
     """Returns the shapes of the parts of q, k, v and dout, (batch, heads * parts, rows of whole tiles, width), and of
     what else split_rows.py writes: sums of rows, units of tiles of queries, and centers of k; and of the maxima of
     tiles of k and v."""
-    parts, (of_keys, of_values) = num_parts(problem), widths(problem)
+    parts, (of_keys, of_values) = split_rows.PARTS.value, widths(problem)
     batch = 1 if problem.packed else problem.batch
     tiles, rows_k = launches.query_tiles(problem, GROUP_ROWS), key_tiles(problem) * GROUP_ROWS
     rows_q, heads, heads_kv = tiles * GROUP_ROWS, problem.num_heads_q * parts, problem.num_heads_kv * parts
@@ -97,7 +97,6 @@ def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
             "HEAD_DIM_V": problem.head_dim_v,
             "WIDTH": of_keys,
             "WIDTH_V": of_values,
-            "PARTS": num_parts(problem),
             "BLOCK_D": arguments.padded(of_keys),
             "BLOCK_DV": arguments.padded(of_values),
             "ALIGN": launches.first_row_multiple(problem),
@@ -130,7 +129,7 @@ def _sources(t: Tensors) -> tuple[torch.Tensor, ...]:
 
 def _row_bytes(problem: AttentionProblem) -> int:
     """Returns the bytes of the parts of a key of a head, K and V, or of a query, Q and dO."""
-    return 2 * num_parts(problem) * sum(widths(problem))
+    return 2 * split_rows.PARTS.value * sum(widths(problem))
 
 
 def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
@@ -153,7 +152,6 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         ],
         constants={
             "STAGES": config.num_stages,
-            "PARTS": num_parts(problem),
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
@@ -184,7 +182,6 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         constants={
             "STAGES": config.num_stages,
             "STAGES_V": stages_v,
-            "PARTS": num_parts(problem),
             "HEAD_DIM": problem.head_dim,
             **launches.constants_of(problem),
             "WRITE_DSLOPES": tensors.of_slopes is not None,

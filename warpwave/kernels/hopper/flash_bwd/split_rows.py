@@ -32,6 +32,7 @@ from warpwave.kernels.primitives import LOG2_E
 from warpwave.runtime.triton_or_stub import jit, tl
 
 ROWS = tl.constexpr(64)  # of a tile
+PARTS = tl.constexpr(2)  # of an operand
 # The largest exponent of dO's scale: float32 holds its inverse, also times the factor of probabilities, 2^15.
 MOST_SCALED_DOUT = tl.constexpr(111)
 # What arrives at the log-sum-exp is added to delta. In its units it must stay far below float32's largest number.
@@ -65,7 +66,7 @@ def _exponent_of_head(
 
 @jit
 def _store_parts(
-    x, parts_ptr, batch_head, tile, tiles, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, parts_ptr, batch_head, tile, tiles, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Stores a scaled tile as parts: (batch * heads, PARTS, tiles * ROWS, WIDTH)."""
@@ -80,7 +81,7 @@ def _store_parts(
 @jit
 def _split_keys(
     pid, tensor: InUnits, parts_ptr, centers_ptr, maxima_ptr, sequences: Sequences, window: Window, heads, tiles, batch,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of K or of V in parts, and the mean of the first tile of a head. `tiles`: of one head, of all
@@ -98,7 +99,7 @@ def _split_keys(
             maxima_ptr, item, head, begin, low_row, high_row, heads, tiles, sequences.IS_VARLEN
         )
         x *= power_of_two(exponent)
-        _store_parts(x, parts_ptr, batch_head, slot, tiles, WIDTH, PARTS, BLOCK_D, IS_NVIDIA)
+        _store_parts(x, parts_ptr, batch_head, slot, tiles, WIDTH, BLOCK_D, IS_NVIDIA)
         if centers_ptr is not None:  # noqa: SIM102 (known when compiled, and the other is not)
             if tile == 0:
                 count = tl.minimum(high_row - low_row, first + ROWS - low_row)
@@ -140,7 +141,6 @@ def split_rows_kernel(
     HEAD_DIM_V: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_V: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -161,12 +161,12 @@ def split_rows_kernel(
     if pid < of_keys:
         _split_keys(
             pid, k_tensor, k_parts_ptr, centers_ptr, maxima_ptr, sequences, window, num_heads_kv, tiles_k, batch,
-            UNIT, HEAD_DIM, WIDTH, PARTS, BLOCK_D, ALIGN, IS_NVIDIA,
+            UNIT, HEAD_DIM, WIDTH, BLOCK_D, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     elif pid < 2 * of_keys:
         _split_keys(
             pid - of_keys, v_tensor, v_parts_ptr, None, maxima_ptr + tiles_of_maxima, sequences, window,
-            num_heads_kv, tiles_k, batch, UNIT, HEAD_DIM_V, WIDTH_V, PARTS, BLOCK_DV, ALIGN, IS_NVIDIA,
+            num_heads_kv, tiles_k, batch, UNIT, HEAD_DIM_V, WIDTH_V, BLOCK_DV, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     else:
         pid -= 2 * of_keys
@@ -202,9 +202,7 @@ def split_rows_kernel(
         q = load_rows(q_tensor, item, head, begin, first, 0, high_row, UNIT, HEAD_DIM, ROWS, BLOCK_D)
         q = tl.where(sees[:, None], q, 0.0)
         q_exponent = exponent_for(largest_of(q), MOST_SCALED)
-        _store_parts(
-            q * power_of_two(q_exponent), q_parts_ptr, batch_head, place, tiles_q, WIDTH, PARTS, BLOCK_D, IS_NVIDIA
-        )
+        _store_parts(q * power_of_two(q_exponent), q_parts_ptr, batch_head, place, tiles_q, WIDTH, BLOCK_D, IS_NVIDIA)
 
         dout = load_rows(dout_tensor, item, head, begin, first, 0, high_row, UNIT, HEAD_DIM_V, ROWS, BLOCK_DV)
         dout = tl.where(sees[:, None], dout, 0.0)
@@ -217,7 +215,7 @@ def split_rows_kernel(
             bits = (largest.to(tl.int32, bitcast=True) >> 23) - 127
             exponent = tl.maximum(tl.minimum(exponent, LARGEST_DLSE - bits - v_exponent), -126)
         dout *= power_of_two(exponent)
-        _store_parts(dout, dout_parts_ptr, batch_head, place, tiles_q, WIDTH_V, PARTS, BLOCK_DV, IS_NVIDIA)
+        _store_parts(dout, dout_parts_ptr, batch_head, place, tiles_q, WIDTH_V, BLOCK_DV, IS_NVIDIA)
 
         out = load_rows(out_tensor, item, head, begin, first, 0, high_row, UNIT, HEAD_DIM_V, ROWS, BLOCK_DV)
         # Scaled before they are multiplied: |out| is at most the largest |V|, so nothing overflows.

@@ -10,7 +10,7 @@ float32. A scale may thus differ from tile to tile: of dS, each row has the powe
 takes to [2^14, 2^15).
 """
 
-from warpwave.kernels.hopper.flash_bwd.split_rows import ROWS, UNITS
+from warpwave.kernels.hopper.flash_bwd.split_rows import PARTS, ROWS, UNITS
 from warpwave.kernels.hopper.flash_bwd.steps import store_rows
 from warpwave.kernels.hopper.parts import accumulator_layout, like, matrix, unseen_zero, wait_full, zero_accumulator
 from warpwave.kernels.hopper.split_float32 import (
@@ -34,7 +34,7 @@ def units_of(units_ptr, batch, head, row, num_heads, statistic_rows):
 
 
 @jit
-def load_parts(maps, pieces, full, I: gl.constexpr, batch, head, row, PARTS: gl.constexpr):
+def load_parts(maps, pieces, full, I: gl.constexpr, batch, head, row):
     """Loads the parts of a tile that stays for the whole block as the I-th of `pieces`."""
     column = 0
     for i in gl.static_range(len(maps)):
@@ -46,29 +46,23 @@ def load_parts(maps, pieces, full, I: gl.constexpr, batch, head, row, PARTS: gl.
 @jit
 def scores_of_parts(rows, I: gl.constexpr, ring, n):
     """Returns the product of the I-th tile of `rows` with tile n of a ring, transposed: [64, 64], scaled."""
-    PARTS: gl.constexpr = ring.parts
     own = I * PARTS + unseen_zero(n)
     tile = n % ring.stages * PARTS + unseen_zero(n)
     small = zero_accumulator(ROWS)
     large = small
-    if PARTS == 2:
-        for a in gl.static_range(PARTS):
-            for i in gl.static_range(len(rows)):
-                other = matrix(ring.pieces[i].index(tile + (1 - a))).permute((1, 0))
-                small = warpgroup_mma(matrix(rows[i].index(own + a)), other, small, use_acc=a + i > 0, is_async=True)
+    for a in gl.static_range(PARTS):
+        for i in gl.static_range(len(rows)):
+            other = matrix(ring.pieces[i].index(tile + (1 - a))).permute((1, 0))
+            small = warpgroup_mma(matrix(rows[i].index(own + a)), other, small, use_acc=a + i > 0, is_async=True)
     for i in gl.static_range(len(rows)):
         other = matrix(ring.pieces[i].index(tile)).permute((1, 0))
         large = warpgroup_mma(matrix(rows[i].index(own)), other, large, use_acc=i > 0, is_async=True)
-    if PARTS == 2:
-        small, large = warpgroup_mma_wait(0, deps=[small, large])
-        large = large + number(small)
-    else:
-        large = warpgroup_mma_wait(0, deps=[large])
-    return large
+    small, large = warpgroup_mma_wait(0, deps=[small, large])
+    return large + number(small)
 
 
 @jit
-def parts_of(x, PARTS: gl.constexpr):
+def parts_of(x):
     """Returns the parts of x as operands of a product, the largest first, in the same registers."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(ROWS), k_width=2)
     parts = ()
@@ -112,18 +106,13 @@ def add_products(parts, ring, n, sums, factor):
 
 @jit
 def _add_slice(parts, ring, n, total, factor, i: gl.constexpr):
-    PARTS: gl.constexpr = ring.parts
     tile = n % ring.stages * PARTS + unseen_zero(n)
     zero = zero_slice(ring, i)
     large = warpgroup_mma(parts[0], values_slice(ring, tile, i), zero, use_acc=False, is_async=True)
-    if PARTS == 2:
-        small = warpgroup_mma(parts[1], values_slice(ring, tile, i), zero, use_acc=False, is_async=True)
-        small = warpgroup_mma(parts[0], values_slice(ring, tile + 1, i), small, is_async=True)
-        small, large = warpgroup_mma_wait(0, deps=[small, large])
-        large = large + number(small)
-    else:
-        large = warpgroup_mma_wait(0, deps=[large])
-    return add_scaled(total, like(factor, total), large)
+    small = warpgroup_mma(parts[1], values_slice(ring, tile, i), zero, use_acc=False, is_async=True)
+    small = warpgroup_mma(parts[0], values_slice(ring, tile + 1, i), small, is_async=True)
+    small, large = warpgroup_mma_wait(0, deps=[small, large])
+    return add_scaled(total, like(factor, total), large + number(small))
 
 
 @jit
