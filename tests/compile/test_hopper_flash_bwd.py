@@ -102,7 +102,7 @@ def test_float32_compiles_within_its_limits(dims: tuple[int, int], features: str
     (found,) = compile_all([a_job])
     (facts,) = found["configs"]
     products = PRODUCTS_OF_PARTS[dims]
-    assert list(facts["launches"]) == ["maxima_kernel", "split_rows_kernel", *products]
+    assert facts["launches"].keys() == {"maxima_kernel", "split_rows_kernel", *products}
     for name, launch in facts["launches"].items():
         assert not launch["mixed_descriptors"]
         if name not in products:

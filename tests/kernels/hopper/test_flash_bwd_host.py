@@ -92,7 +92,7 @@ def test_a_mask_of_other_strides_is_packed_by_them(card: Card) -> None:
     assert strides == [[512, 1], [1, 512], [256, 1], [1, 256]], "the mask and its transpose, once for each layout"
 
 
-PARTS = ["maxima_kernel", "split_rows_kernel", "split_dkv_kernel", "split_dq_kernel"]
+PARTS = ["maxima_kernel", "split_rows_kernel", "split_dq_kernel", "split_dkv_kernel"]
 
 
 def in_float32(packed: bool = False) -> list[torch.Tensor]:

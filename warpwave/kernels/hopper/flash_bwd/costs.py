@@ -79,7 +79,7 @@ def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
     main = (
         replace(walk, scratch_bytes=walk.read_bytes)
-        for walk in (_of_keys(problem, gpu, config), _of_queries(problem, gpu, config))
+        for walk in (_of_queries(problem, gpu, config), _of_keys(problem, gpu, config))
     )
     return in_turn((*zeros, maxima, split, *main), workspace)
 

@@ -11,7 +11,8 @@ parts of the gradient of ALiBi's slopes.
 
 The log-sum-exp and delta are another kernel's, rounded differently, so a row's dS add up to a rounding error r too
 much. If keys have a common offset c, far larger than their differences, r c is not small beside dQ. Therefore r is
-summed, and r c subtracted, where c is the mean of a few keys (split_rows.py): an identity for any c, if r were 0.
+summed, and r c subtracted, where c is the mean of a few keys (split_rows.py): an identity for any c, if r were 0. The
+launch of dK and dV, which follows, reads delta + r, with which the row's dS add up.
 
 Bound: tensor cores (docs/notes/float32.md).
 """
@@ -231,6 +232,8 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     unit = power_of_two(gl.full([ROWS], 127 + gl.load(units + OF_DS).to(gl.int32), gl.int32, layout))
     lanes = gl.arange(0, ROWS, layout)
     excess = row_sums(total) - gl.load(place.sums_ptr + (line + row + lanes), mask=lanes < rows_left, other=0.0)
+    own_delta = place.delta_ptr + (line + row + lanes)
+    gl.store(own_delta, gl.load(own_delta, mask=lanes < rows_left, other=0.0) + excess, mask=lanes < rows_left)
     if place.WRITE_DSLOPES:
         line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
         rows = row_first + lanes

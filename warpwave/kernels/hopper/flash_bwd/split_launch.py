@@ -1,5 +1,5 @@
 """The launches of float32 gradients: the largest magnitudes of K and V (prepass/scale_ahead.py), parts and statistics
-(split_rows.py), dK and dV (split_dkv.py), and dQ (split_dq.py)."""
+(split_rows.py), dQ (split_dq.py), and dK and dV (split_dkv.py)."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
     return [
         _maxima(problem, gpu, tensors),
         _parts(problem, gpu, tensors),
+        _of_queries(problem, gpu, tensors, config),  # before the other, whose delta it corrects
         _of_keys(problem, gpu, tensors, config),
-        _of_queries(problem, gpu, tensors, config),
     ]
 
 
