@@ -51,7 +51,8 @@ def relocated(name: str, text: str, namespace: str) -> str:
     dots = "." * name.count("/") + "."
     text = _IMPORT.sub(lambda m: f"{m['indent']}from {dots}{m['module'].removeprefix('.')} import ", text)
     text = _NAMESPACE.sub(namespace, text)
-    for node in ast.walk(ast.parse(text)):
+    left = re.search(rf"\b{NAME}\b", text)  # most modules name the package nowhere else, and need not be parsed
+    for node in ast.walk(ast.parse(text)) if left else ():
         modules: list[str] = []
         if isinstance(node, ast.ImportFrom) and not node.level:
             modules = [node.module or ""]

@@ -165,44 +165,46 @@ def _bounds(violations: Sequence[tuple[Point, float]], least: float) -> str:
         listed = ", ".join(f"{p.kernel} on {p.sheet.name} ({ratio:.2f})" for p, ratio in other)
         return f"These kernels with float32 accumulation took less time than the bound: {listed}."
     text = "No published kernel that accumulates in float32 took less time than the bound; the fastest took "
-    text += f"{least:.2f} x it."
+    text += f"{least:.2f} times the bound."
     if violations:
         lowest = min(ratio for _, ratio in violations)
         text += f" Of kernels that accumulate in float16, {len(violations)} did, down to {lowest:.2f} x."
     return text
 
 
-TEXT = """# Predictions beside published times
+TEXT = """# Predictions and published times
 
-How far is the [time model](model.md) off on cards that it was not measured on? This page holds it against times that
-others published. `python -m benchmarks.published` writes the page, its drawing, and the figures that `explain` prints.
+This page compares the [time model](model.md) with times that others published, mostly on cards on which warpwave was
+not measured. `python -m benchmarks.published` writes the page, its drawing, and the figures that `explain` prints.
 
-Published kernels are not warpwave's. A point compares the predicted time of the kernel of ours that works like the
-published one: `flash_fwd` for kernels in Triton and FlashAttention-2, `hopper/flash_fwd` for FlashAttention-3, and what
-`auto` takes for head_dim above 256. A ratio near 1 shows that the prediction is plausible, and not that it is exact.
-Points of cuDNN, FlashAttention-4, AITER and Composable Kernel are compared with the bounds alone.
+Published times are of other kernels than warpwave's. Each is compared with the predicted time of our kernel of the same
+design: `flash_fwd` for kernels in Triton and FlashAttention-2, and `hopper/flash_fwd` for FlashAttention-3. Above
+head_dim 256 it is the kernel that `auto` chooses. A ratio near 1 shows that a prediction is plausible, not that it is
+exact. Times of cuDNN, FlashAttention-4, AITER and Composable Kernel are compared with the bounds only.
 
 ![Predicted over published time, card by card](../img/published.svg)
 
-{within} of {points} points on {cards} cards are within 30 %. A dot is a point, a stroke the median of its row.
+{within} of {points} points on {cards} cards are within 30 %. Each dot is a point; the stroke is the median of a row.
+Ratios are predicted over published time.
 
 {table}
 
 Predictions for Hopper cards use constants measured on an H200. All other cards have
-[round constants](model.md#cards-without-a-calibration), and AMD's families have two fitted ones.
-The round constants were chosen with these times in view: the energy of a product, the share of a reduced rate, and the
-start of a tile without TMA, with the points of the A100, the RTX 4090 and the B200. The rows of those cards show how
-well the constants describe the points, and not how well they foresee others.
+[round constants](model.md#cards-without-a-calibration), and AMD's families also have two fitted constants.
+Three of the round constants were chosen from points of this page: the energy of a product, the share of a reduced rate,
+and the start of a tile without TMA, from the points of the A100, the RTX 4090 and the B200. The rows of these cards
+show how well the constants describe known points, not how well they predict others.
 
-On the RTX 4090 above head_dim 256 the goal of 80 % is missed. FFPA and SDPA's efficient kernel differ by 1.7 to 1.8
-times from each other, and neither works like `three_kernel`, which `auto` takes there. One factor on the predictions
-brings at most 11 of the 15 points within 30 %, so none is fitted
-([the laboratory log](../notes/model.md#published-times-above-head_dim-256-on-an-rtx-4090)).
+On the RTX 4090 above head_dim 256 the goal of 80 % within 30 % is missed. FFPA and SDPA's efficient kernel differ by
+1.7 to 1.8 times from each other, and neither has the design of `three_kernel`, which `auto` chooses there. A single
+factor on the predictions brings at most 11 of the 15 points within 30 %, so none is fitted
+([laboratory log](../notes/model.md#published-times-above-head_dim-256-on-an-rtx-4090)).
 
 ## Order of cards
 
-{right} of {total} pairs of cards are predicted in the published order. A pair has plateaus (the best rate over all
-lengths) of the same head_dim and mask by the same kernel of ours, and published rates that differ by more than a tenth.
+{right} of {total} pairs of cards are predicted in the published order. A pair compares the best rate over all lengths
+on two cards, for the same head_dim, mask and kernel of ours. Pairs whose published rates differ by at most a tenth
+are not counted.
 
 ## Bounds
 
@@ -210,25 +212,27 @@ lengths) of the same head_dim and mask by the same kernel of ours, and published
 
 ## AMD's families
 
-Two constants are fitted to every second point of a family, by `python -m benchmarks.published --fit`: the share of a
-step's latency that other blocks on the compute unit do not hide, and the time of the first loads and last stores of a
-tile. The other points judge. The columns have the number of points, the median ratio, and the share within 30 %.
+`python -m benchmarks.published --fit` fits two constants to every second point of a family: the share of a step's
+latency that other blocks on the compute unit do not hide (serial), and the time of the first loads and last stores of a
+tile (fill). The other points test the fit. The columns have the number of points with the median ratio, and the share
+within 30 %.
 
-| family | serial | fill | fitted | within 30 % | judged | within 30 % |
+| family | serial | fill | fitted | within 30 % | tested | within 30 % |
 | --- | --- | --- | --- | --- | --- | --- |
 {families}
 
-gfx908 takes the constants of gfx90a, and gfx1201 those of gfx1100. Nobody checked either.
+gfx908 uses the constants of gfx90a, and gfx1201 those of gfx1100. Neither was checked.
 
 ## What explain prints
 
-`explain` prints the ratios of the card and kernel as the basis of a prediction. From {enough} points on, their spread
-is also the error bar, at least a factor {least_factor:g}. A card without points is stated to be unchecked.
+With a prediction, `explain` prints the ratios of the same card and kernel. From {enough} points on, their spread is
+also the error bar, at least a factor {least_factor:g}. If a card has no points, `explain` states that the prediction is
+unchecked.
 
 ## Sources
 
-Times and rates are as printed there; `benchmarks/published_points.csv` has every point. For H20 the number of heads
-follows from the printed rate.
+Times and rates are taken as printed in the sources; `benchmarks/published_points.csv` has every point. For the H20 the
+number of heads follows from the printed rate.
 
 {sources}
 """

@@ -294,26 +294,25 @@ def microseconds(us: float) -> str:
 
 TEXT = """# Every measured row
 
-Each of the {rows} dots is a call that was timed beside other implementations. Its place shows how many times as fast as
-the best peer the call is: the median over interleaved rounds of the peer's time over ours. {losses} rows are losses:
-they lie left of 1, have a ring, and are listed in the table below.
+Each of the {rows} dots is a call that was timed together with other implementations. Its position is the speed relative
+to the best peer: the median over interleaved rounds of the peer's time over ours. {losses} rows are losses: they lie
+left of 1, have a ring, and are listed in the table below.
 
 ![Speed relative to the best peer of every measured row, by suite](img/rows.svg)
 
-`python -m benchmarks.rows_figure` draws the picture and this page from the
-[committed records](../benchmarks/records/README.md) alone.
+`python -m benchmarks.rows_figure` writes the picture and this page from the
+[committed records](../benchmarks/records/README.md).
 
-- The best peer of a row is the fastest one whose result was accurate enough. Color and shape show which one it was.
-- Each of the {suites} suites is drawn from one record: of its records on a card, those with the most rows beside a
-  peer, and of these the newest. A run that the clock ended early thus does not replace a whole one.
-- Times are of the device, except those of the host in "Host time". Rows of a model or of a training step are whole
-  steps.
-- Ours is `auto`; in suites without it, the kernel that the suite names. "Quantized" has a suite for each head_dim, and
-  its peers compute in 16 bits.
+- The best peer of a row is the fastest peer whose result was accurate enough. Color and shape show which peer it is.
+- Each of the {suites} suites is drawn from one record: the newest of the suite's records on a card that have the most
+  rows with a peer. A run that ended early therefore does not replace a complete one.
+- Times are device times, except for host times in "Host time". Rows of a model or of a training step are whole steps.
+- Our contender is `auto`, or the kernel that the suite names if `auto` was not timed. "Quantized" has a suite for each
+  head_dim, and its peers compute in 16 bits.
 - `d128 16x1/4096 h32/8` is head_dim 128, 16 sequences of one query and 4,096 keys, and 32 query heads on 8 kv heads.
   Other names begin with head_dim.
-- Rows of different suites may be of different versions of the code. The list of records has each one's commit.
-- Not shown: runs without peers, text logs, and `verify`, which times calls of other suites for a moment each.
+- Rows of different suites may be of different versions of the code. The list of records has the commits.
+- Not shown: runs without peers, text logs, and `verify`, which times calls of other suites only briefly.
 
 ## Losses
 

@@ -33,19 +33,34 @@ SHOWN = {
 }
 
 
-def run(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]],
-        capture_output=True, text=True, env=environment, timeout=timeout, check=False,
-    )  # fmt: skip
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=timeout, check=False
+    )
 
 
-@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
-def test_a_numbered_example_runs(path: Path) -> None:
-    result = run(path.name)
-    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-    assert re.search(SHOWN[path.name], result.stdout), result.stdout
+def run(name: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return python(str(ROOT / "examples" / name), *arguments, timeout=timeout)
+
+
+# Runs scripts one after another and prints what each printed, so that torch is imported once for all.
+ONE_AFTER_ANOTHER = """
+import contextlib, io, json, os, runpy, sys
+for path in sys.argv[1:]:
+    sys.path[0], printed = os.path.dirname(path), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    print(json.dumps([path, printed.getvalue()]), flush=True)
+"""
+
+
+def test_the_numbered_examples_run() -> None:
+    result = python("-c", ONE_AFTER_ANOTHER, *map(str, NUMBERED))
+    printed = {Path(path).name: text for path, text in map(json.loads, result.stdout.splitlines())}
+    assert result.returncode == 0, f"after {list(printed)}: {result.stderr[-2000:]}"
+    for path in NUMBERED:
+        assert re.search(SHOWN[path.name], printed[path.name]), printed[path.name]
 
 
 def test_examples_are_numbered_without_gaps() -> None:

@@ -34,7 +34,7 @@ from tests.test_kv_cache_errors import FailsAt
 from warpwave import InvalidInput, InvalidType, OutOfPages, PagedKVCache, Rotary, attention_with_kv_cache
 from warpwave.kernels import append_kv
 
-STEPS = int(os.environ.get("WARPWAVE_STEPS", "2000"))
+STEPS = int(os.environ.get("WARPWAVE_STEPS", "1000"))
 STEPS_OF_A_RUN = 40
 MAX_BATCH, MAX_SEQLEN, NUM_PAGES, HEAD_DIM = 5, 40, {1: 60, 4: 18, 16: 8}, 4
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

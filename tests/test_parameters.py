@@ -160,6 +160,14 @@ def test_device_functions_get_the_class_of_group_that_they_take(module: ModuleTy
     assert wrong_groups(module) == []
 
 
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.removeprefix("warpwave.kernels."))
+def test_no_kernel_takes_an_argument_of_tritons(module: ModuleType) -> None:
+    """Triton generates a function with a kernel's arguments and its own `options`."""
+    for name, function in vars(module).items():
+        if name.endswith("_kernel") and _is_device_function(function):
+            assert "options" not in inspect.signature(function.fn).parameters, name
+
+
 class Turned(NamedTuple):
     ptr: Pointer
     stride_d: Specialized

@@ -26,9 +26,8 @@ def test_a_changed_refusal_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         dispatch, "KERNELS", tuple(changed if kernel is dispatch.flash_fwd else kernel for kernel in dispatch.KERNELS)
     )
-    page = support_matrix.page()
-    assert page != support_matrix.PAGE.read_text()
-    assert "it is Tuesday" in page
+    monkeypatch.setattr(support_matrix, "DIMS", support_matrix.DIMS[:1])  # the tables of head sizes take seconds
+    assert "it is Tuesday" in support_matrix.page()
 
 
 def test_amd_is_said_never_to_have_been_run() -> None:

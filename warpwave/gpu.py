@@ -66,6 +66,16 @@ class Gpu:
         return self.vendor in ("cpu", "interpreter")
 
     @functools.cached_property
+    def is_cdna(self) -> bool:
+        """Whether it is an AMD data center GPU (gfx9), whose waves have 64 lanes."""
+        return self.vendor == "amd" and self.arch.startswith("gfx9")
+
+    @functools.cached_property
+    def is_rdna(self) -> bool:
+        """Whether it is an AMD GPU of the RDNA family (gfx11, gfx12), whose waves have 32 lanes."""
+        return self.vendor == "amd" and not self.is_cdna
+
+    @functools.cached_property
     def capability(self) -> int:
         """NVIDIA's compute capability as one number (90 for sm_90); 0 elsewhere."""
         return int(self.arch.removeprefix("sm_")) if self.vendor == "nvidia" else 0

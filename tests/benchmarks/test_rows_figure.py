@@ -15,37 +15,42 @@ from benchmarks import rows_figure
 from benchmarks.measured_rows import FOLDERS, Row, newest_rows, rows_of
 from benchmarks.rows_figure import BEYOND, HIGH, LABEL_AT, PLOT, RADIUS, SECTIONS, WIDTH, files, lanes, swarm
 
-ROWS = newest_rows()
-EVERY = [row for rows in ROWS.values() for row in rows]
 SVG = "{http://www.w3.org/2000/svg}"
+Rows = dict[tuple[str, str], list[Row]]
 
 
-def test_the_committed_files_are_what_the_records_give() -> None:
-    for path, text in files(ROWS).items():
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    """All rows, from all records; not read where the tests are only collected."""
+    return newest_rows()
+
+
+def test_the_committed_files_are_what_the_records_give(rows: Rows) -> None:
+    for path, text in files(rows).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m benchmarks.rows_figure"
 
 
-def test_every_suite_has_its_place_and_is_drawn_once() -> None:
-    assert {suite for suite, _ in ROWS} <= {suite for suites in SECTIONS.values() for suite in suites}
-    drawn = [row for _, _, rows in lanes(ROWS) for row in rows]
-    assert sorted(map(repr, drawn)) == sorted(map(repr, EVERY))
-    unknown = {("new suite", "NVIDIA H200"): ROWS["tiny", "NVIDIA H200"]}
+def test_every_suite_has_its_place_and_is_drawn_once(rows: Rows) -> None:
+    assert {suite for suite, _ in rows} <= {suite for suites in SECTIONS.values() for suite in suites}
+    drawn = [row for _, _, of_lane in lanes(rows) for row in of_lane]
+    assert sorted(map(repr, drawn)) == sorted(map(repr, every(rows)))
+    unknown = {("new suite", "NVIDIA H200"): rows["tiny", "NVIDIA H200"]}
     assert [(section, label) for section, label, _ in lanes(unknown)] == [("Other", "new suite")]
 
 
-def test_ratios_are_those_of_the_records_that_the_documents_quote() -> None:
-    least = {key: min(row.ratio for row in rows) for key, rows in ROWS.items()}
+def test_ratios_are_those_of_the_records_that_the_documents_quote(rows: Rows) -> None:
+    least = {key: min(row.ratio for row in found) for key, found in rows.items()}
     assert least["forward", "NVIDIA H200"] == pytest.approx(1.014, abs=5e-4)
     assert least["decode", "NVIDIA H100 80GB HBM3"] == pytest.approx(0.995, abs=5e-4)
     assert least["float32", "NVIDIA H200"] == pytest.approx(0.272, abs=5e-4)
-    worst = min(ROWS["backward", "NVIDIA H100 80GB HBM3"], key=lambda row: row.ratio)
+    worst = min(rows["backward", "NVIDIA H100 80GB HBM3"], key=lambda row: row.ratio)
     assert (worst.case, worst.peer) == ("128, 1 x 16384, full", "flash_attention_4") and worst.is_loss
 
 
-def test_each_dot_is_in_its_part_and_hides_no_other() -> None:
-    for rows in ROWS.values():
-        dots = swarm(rows)
-        assert len(dots) == len(rows)
+def test_each_dot_is_in_its_part_and_hides_no_other(rows: Rows) -> None:
+    for found in rows.values():
+        dots = swarm(found)
+        assert len(dots) == len(found)
         for x, _, row in dots:
             low, high = BEYOND if row.ratio > HIGH else PLOT
             assert low <= x <= high
@@ -54,17 +59,21 @@ def test_each_dot_is_in_its_part_and_hides_no_other() -> None:
             assert (x1 - x2) ** 2 + (y1 - y2) ** 2 >= least**2, (a, b)
 
 
-def test_losses_have_rings_and_every_text_has_room() -> None:
+def test_losses_have_rings_and_every_text_has_room(rows: Rows) -> None:
     root = ElementTree.fromstring(rows_figure.DRAWING.read_text(encoding="utf-8"))
-    losses = sum(row.is_loss for row in EVERY)
+    losses = sum(row.is_loss for row in every(rows))
     assert sum(ring.get("class") == "loss" for ring in root.iter(f"{SVG}circle")) == losses + 1  # one in the legend
     titles = [title.text or "" for path in root.iter(f"{SVG}path") for title in path]
-    assert len(titles) == len(EVERY) and all(f"{row.ratio:.3f}" in " ".join(titles) for row in EVERY)
+    assert len(titles) == len(every(rows)) and all(f"{row.ratio:.3f}" in " ".join(titles) for row in every(rows))
     boxes = [_box(text) for text in root.iter(f"{SVG}text")]
     for left, right, _, text in boxes:
         assert 0 <= left and right <= WIDTH, text
     for a, b in combinations(boxes, 2):
         assert abs(a[2] - b[2]) >= 13 or a[1] <= b[0] or b[1] <= a[0], (a, b)
+
+
+def every(rows: Rows) -> list[Row]:
+    return [row for found in rows.values() for row in found]
 
 
 def _box(text: ElementTree.Element) -> tuple[float, float, float, str]:
@@ -116,7 +125,7 @@ def write(path: Path, date: str, cases: tuple[str, ...]) -> None:
     path.write_text(json.dumps({"environment": environment, "rows": rows}), encoding="utf-8")
 
 
-def test_lanes_of_other_cards_are_named() -> None:
-    labels = [label for _, label, _ in lanes(ROWS)]
+def test_lanes_of_other_cards_are_named(rows: Rows) -> None:
+    labels = [label for _, label, _ in lanes(rows)]
     assert "the tuned rows" in labels and "the tuned rows, H100" in labels
     assert RADIUS < rows_figure.RING and LABEL_AT < PLOT[0]

@@ -44,7 +44,7 @@ PRODUCTS_OF_PARTS = {
     (128, 128): {"split_dkv_kernel": 3 * (2 * 8 + 2 * 2 * 4), "split_dq_kernel": 3 * 2 * (2 * 8 + 2 * 4)},
 }
 # Bytes of local memory. Without features up to 8 by Triton 3.6 to 3.8 and 56 by 3.9; with a causal mask and a softcap
-# up to 72, with dropout up to 128 (3.6).
+# up to 72, with dropout up to 136 (3.6).
 SPILL_BOUNDS_OF_PARTS = {"plain": 64, "features": 96, "dropout": 192}
 
 

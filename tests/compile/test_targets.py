@@ -218,6 +218,17 @@ def test_hopper_uses_its_own_matrix_instruction() -> None:
     assert facts["instructions"].get("LDGSTS", 0) > 0, "K and V are not copied asynchronously"
 
 
+def test_cdna_computes_scores_once() -> None:
+    """64 x 32 scores on four waves are less than one matrix instruction of 32 x 32 a wave. With those, Triton would
+    compute the first product twice."""
+    (facts,) = compile_all([job("gfx942", "bfloat16", 256, "causal")])
+    config, head_dim = facts["config"], 256
+    found = {name: count for name, count in facts["instructions"].items() if name.startswith("v_mfma")}
+    pairs = config["block_m"] * config["block_n"]
+    assert pairs < 32 * 32 * config["num_warps"] and list(found) == ["v_mfma_f32_16x16x16_bf16"]
+    assert sum(found.values()) == 2 * pairs * head_dim // (16**3 * config["num_warps"])
+
+
 def test_lengths_and_causality_do_not_recompile() -> None:
     """A causal mask and a window to the right of 0 are one variant, and no length is baked into the code."""
     from warpwave.cached_calls import operands_without_memory

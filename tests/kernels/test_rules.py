@@ -123,6 +123,8 @@ def test_every_row_is_reached_and_its_choice_is_the_default(
         if n >= 500 and reached == named:
             break
         rows = rows_of(problem, gpu)
+        if n >= 500 and reached.issuperset(rule.where for rule in rows):
+            continue
         reached |= {rule.where for rule in rows}
         config = dispatch.default_config(module, problem, gpu)
         first = rows[0].choices[0]

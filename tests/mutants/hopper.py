@@ -8,7 +8,7 @@ from tests.mutants.mutant import Mutant
 HOPPER_FLOAT32 = [
     Mutant(
         "float32 on Hopper: scores of scaled operands not scaled back", "kernels/hopper/split_float32.py",
-        "with_scale(rules, rules.scale * inverse)", "with_scale(rules, rules.scale + 0 * inverse)",
+        "with_fields(rules, scale=rules.scale * inverse)", "with_fields(rules, scale=rules.scale + 0 * inverse)",
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
     ),
     Mutant(
@@ -155,7 +155,7 @@ HOPPER_INT8 = [
     ),
     Mutant(
         "int8 on Hopper: tiles of keys with two factors", "kernels/hopper/flash_fwd/kernel.py",
-        "K_BLOCK > 0, dropout, factors", "False, dropout, factors",
+        "K_BLOCK > 0, of_call(dropout), factors", "False, of_call(dropout), factors",
         f"{INT8_ON_CPU}test_the_protocol_on_a_cpu", "far", "gates fail",
     ),
     Mutant(

@@ -64,6 +64,17 @@ def split_operand(problem: AttentionProblem, gpu: Gpu) -> int:
     return {"ieee": 1, "bf16x6": 3}.get(dot_precision(problem, gpu), 2)
 
 
+def matrix_options(problem: AttentionProblem, gpu: Gpu, block_m: int, block_n: int, num_warps: int) -> dict[str, int]:
+    """Returns Triton's option for matrix instructions of 16 x 16 on AMD CDNA, if a wave has less than 32 x 32 scores.
+
+    Triton 3.6 to 3.9 prefers instructions of 32 x 32, and gives each wave at least one. A tile with fewer of them than
+    waves is then computed several times: 64 x 32 scores on eight waves four times (docs/notes/other_cards.md).
+    """
+    if gpu.is_cdna and not problem.is_quantized and block_m * block_n < 32 * 32 * num_warps:
+        return {"matrix_instr_nonkdim": 16}
+    return {}
+
+
 def token_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides of q, k, v or out: (batch, token, head, element)."""
     return (0, *tensor.stride()) if problem.packed else tensor.stride()

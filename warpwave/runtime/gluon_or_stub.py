@@ -6,8 +6,9 @@ Without Triton every name is a stub, as in `triton_or_stub`, so that kernels' cl
 from __future__ import annotations
 
 import linecache
-from typing import Any, dataclass_transform
+from typing import Any, dataclass_transform, get_type_hints
 
+from warpwave.runtime.parameters import Pointer
 from warpwave.runtime.triton_or_stub import NO_TRITON, tl
 
 if NO_TRITON is None:
@@ -45,6 +46,13 @@ if NO_TRITON is None:
         method = getattr(memory, "reinterpret", None) or memory._reinterpret
         return method(dtype, shape, layout, _semantic=_semantic)
 
+    @_core.builtin
+    def with_fields(aggregate: Any, _semantic: Any = None, **changes: Any) -> Any:
+        """Returns an aggregate with other values of some fields."""
+        made = object.__new__(type(aggregate))  # the constructor takes groups, whose fields the aggregate has
+        vars(made).update(vars(aggregate) | changes)
+        return made
+
     constexpr_function = gluon.constexpr_function
     jit: Any = gluon.jit
 
@@ -53,28 +61,59 @@ if NO_TRITON is None:
         """Returns Gluon's aggregate of a class. A class without `__init__` gets one that takes all fields in order, as
         Triton 3.9 itself adds. A field of type `object` that is None becomes an empty tuple.
 
+        A field whose type is a group (parameters.py) becomes the fields of the group, of which an absent pointer is an
+        empty tuple. `cls(group)` takes the group as it is. Aggregates cannot hold groups: a constructor gets plain
+        values in place of constants, and in Triton 3.6 no names.
+
         The source of a constructor is part of a kernel's cache key. It is therefore registered like that of a file.
         """
+        groups = [isinstance(of, type) and issubclass(of, tuple) for of in cls.__annotations__.values()]
         if "__init__" not in vars(cls):
-            fields, taken, lines = cls.__annotations__, ["self"], []
+            fields, defaults = _fields_of(cls), {n: vars(cls)[n] for n in cls.__annotations__ if n in vars(cls)}
+            taken, lines = ["self"], []
             for name, of in fields.items():
-                taken.append(f"{name}={vars(cls)[name]!r}" if name in vars(cls) else name)
+                taken.append(f"{name}={defaults[name]!r}" if name in defaults else name)
                 value = {gl.constexpr: f"gl.constexpr({name})", object: f"gl.tuple([]) if {name} is None else {name}"}
                 lines.append(f"    self.{name} = {value.get(of, name)}\n")
-            for name in fields.keys() & vars(cls).keys():
+            for name in defaults:
                 delattr(cls, name)  # the default is in the constructor
+            cls.__annotations__ = fields
             lines.insert(0, f"def __init__({', '.join(taken)}):\n")
             file, scope = f"<fields of {cls.__module__}.{cls.__qualname__}>", {"gl": gl, "__name__": cls.__module__}
             linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
             exec(compile("".join(lines), file, "exec"), scope)
             scope["__init__"].__qualname__ = f"{cls.__qualname__}.__init__"
             cls.__init__ = constexpr_function(scope["__init__"])
-        return _aggregate(cls)
+        made = _aggregate(cls)
+        if any(groups):
+            made.groups, made.__new__ = groups, _taking_groups(groups, made.__new__)
+        return made
+
+    def _fields_of(cls: Any) -> dict[str, Any]:
+        """Returns the fields of an aggregate's class, those of groups in the places of the groups."""
+        in_aggregate = {Pointer: object, int: gl.tensor, float: gl.tensor}
+        fields: dict[str, Any] = {}
+        for name, of in cls.__annotations__.items():
+            is_group = isinstance(of, type) and issubclass(of, tuple)
+            found = get_type_hints(of, include_extras=True) if is_group else {name: of}
+            fields |= {field: in_aggregate.get(hint, hint) for field, hint in found.items()}
+        return fields
+
+    def _taking_groups(groups: list[bool], make: Any) -> Any:
+        """Returns `make`, which takes fields, as a function that takes groups where `groups` says so."""
+
+        def __new__(cls: Any, *given: Any, **options: Any) -> Any:
+            values: list[Any] = []
+            for i, value in enumerate(given):
+                values += list(value) if groups[i] else [value]
+            return make(cls, *values, **options)
+
+        return __new__
 
 else:
     gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
-    block_barrier = reinterpret = tl
+    block_barrier = reinterpret = with_fields = tl
 
 __all__ = [
     "TensorDescriptor",
@@ -92,4 +131,5 @@ __all__ = [
     "tma_store",
     "warpgroup_mma",
     "warpgroup_mma_wait",
+    "with_fields",
 ]

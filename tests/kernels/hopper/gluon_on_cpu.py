@@ -21,6 +21,7 @@ from torch import Tensor
 
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import dropout as hopper_dropout
+from warpwave.runtime import parameters
 from warpwave.runtime.launch import Launch, Mapped
 
 PATIENCE_S = 20.0  # a role that waits longer waits for ever
@@ -183,7 +184,7 @@ class Language(types.SimpleNamespace):
         self.float32, self.int32, self.int64 = torch.float32, torch.int32, torch.int64
         self.int8, self.int16, self.float8e4nv = torch.int8, torch.int16, torch.float8_e4m3fn
         self.program_id, self.num_programs = lambda axis: program, lambda axis: programs
-        self.constexpr = lambda x: x
+        self.constexpr, self.tuple = lambda x: x, tuple
         self.static_range = range
         self.to_tensor = torch.tensor
         self.NVMMASharedLayout = self.SwizzledSharedLayout = lambda *a, **k: None
@@ -311,8 +312,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         barrier.wait(use)
 
     def wait_for_turn(count: Pointer, rank: Any) -> None:
-        # Programs run one after another, so only another role of this one can still pass the turn. Who waits for it
-        # must give up before those who wait for that role in turn.
+        # Programs run one after another, so only another role of this program can still pass the turn. This wait gives
+        # up before those that wait for this role, so that its failure is the one that is raised.
         for _ in range(int(PATIENCE_S / 2 / 0.01)):
             if count.memory[count.offsets] == rank:
                 return
@@ -336,6 +337,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             init=init, arrive=arrive, expect=expect, wait=wait, MBarrierLayout=lambda: "barriers"
         ),
         "reinterpret": Memory.reinterpret,
+        "with_fields": lambda aggregate, **changes: types.SimpleNamespace(**(vars(aggregate) | changes)),
         "tma_load": tma_load,
         "wait_full": wait_full,
         "tma_add": lambda target, place, source: target.write(place, source.values, add=True),
@@ -392,15 +394,19 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
             return types.SimpleNamespace(**{k: v for k, v in space(value).items() if k != "__builtins__"})
         if type(value).__name__ == "constexpr":
             return value.value
-        if inspect.isclass(value) and value.__module__ in modules:
+        if inspect.isclass(value) and value.__module__ in modules and "hash_attrs" in vars(value):
             constructor = vars(value)["hash_attrs"][0]  # an aggregate's, as it was written
-            fields = list(inspect.signature(getattr(constructor, "fn", constructor)).parameters.values())[1:]
-            names, defaults = [f.name for f in fields], {f.name: f.default for f in fields}
-            needed = sum(f.default is inspect.Parameter.empty for f in fields)
+            code = getattr(constructor, "fn", constructor)
+            make = types.FunctionType(code.__code__, {"gl": block.language}, code.__name__, code.__defaults__)
 
             def aggregate(*a: Any) -> types.SimpleNamespace:
-                assert needed <= len(a) <= len(fields)
-                return types.SimpleNamespace(**(defaults | dict(zip(names, a, strict=False))))
+                groups = vars(value).get("groups", [False] * len(a))
+                fields: list[Any] = []
+                for given, is_group in zip(a, groups, strict=False):
+                    fields += given if is_group else [given]
+                made = types.SimpleNamespace()
+                make(made, *fields)
+                return made
 
             return aggregate
         code = getattr(value, "fn", None) or getattr(value, "__wrapped__", None)
@@ -454,8 +460,19 @@ def number(x: Tensor) -> Tensor:
     return torch.fmax(x, torch.tensor(torch.finfo(torch.float32).min))
 
 
-def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int, own: dict[str, Any]) -> None:
-    """Runs a launch of a Gluon kernel by the kernel's own source, one of so many programs after another.
+class Source:
+    """A kernel's source and name. Triton hashes a kernel by all functions that it calls, and cannot if some are
+    interpreted."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.fn, self.__name__ = kernel.fn, kernel.fn.__name__
+
+
+def run_launch(
+    spec: Launch, modules: Sequence[types.ModuleType], programs: int, own: dict[str, Any]
+) -> list[Map | None]:
+    """Runs a launch of a Gluon kernel by the kernel's own source, one of so many programs after another. Returns the
+    launch's tensor maps, and None in the places of its other tensors.
 
     Args:
         modules: those whose device functions it calls, its own among them.
@@ -471,15 +488,20 @@ def run_launch(spec: Launch, modules: Sequence[types.ModuleType], programs: int,
             if tensor is not None and tensor.device.type == "meta":  # the tile counter
                 tensor = counter
             given.append(None if tensor is None else Pointer(memory_from(tensor)))
-    given += [None if x is None else torch.tensor(x) for x in spec.scalars]
-    given += spec.constants.values()
+    maps = [x if isinstance(x, Map) else None for x in given]
+    scalars = [None if x is None else torch.tensor(x) for x in spec.scalars]
+    kernel = Source(spec.kernel)
+    values = parameters.in_order(kernel, given, scalars, spec.constants)
+    values = [x.value if type(x).__name__ == "constexpr" else x for x in values]
+    arguments = parameters.grouped(kernel, values)
     by_name = {m.__name__: m for m in modules}
     for program in range(programs):
         block = Block(program, programs)
         names = functions(by_name, block, {name: make() for name, make in own.items()})
         home = names[spec.kernel.fn.__module__]
-        getattr(home, spec.kernel.fn.__name__)(*given)
+        getattr(home, spec.kernel.fn.__name__)(*arguments)
     assert counter.item() == 0, "the tile counter was not put back"
+    return maps
 
 
 def memory_from(tensor: Tensor) -> Tensor:

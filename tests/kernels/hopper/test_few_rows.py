@@ -4,7 +4,6 @@ GPU: tests/conformance/test_few_rows.py."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -61,12 +60,11 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 
 
 def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by the source of the roles, and the merge as Triton's interpreter runs it."""
+    """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
     from warpwave.kernels.hopper import parts, rows
     from warpwave.kernels.split_kv import few_rows_device as device
 
-    modules = {m.__name__: m for m in (device, parts, rows)}
-    q, keys, stages = operands.q, config.block_n, config.num_stages
+    q = operands.q
     out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
     lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
     acc, state = partials.allocate(problem, config.num_splits, "cpu") if config.num_splits > 1 else (None, None)
@@ -75,48 +73,8 @@ def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) ->
             tensor.fill_(torch.nan)
     arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
     spec = few_rows.specify(problem, H200, operands, arguments, config, 0)
-    described = [
-        gluon_on_cpu.Map(arguments[plan.source].as_strided(plan.shape, plan.strides), list(plan.block))
-        for plan in few_rows.plans(problem, operands, config)
-    ]
-    given = [arguments[number] for number in few_rows.POINTERS]
-    pointers: list[Any] = [None if t is None else gluon_on_cpu.Pointer(t.reshape(-1)) for t in given]
-    of_q, of_out, of_lse, of_acc, of_state, of_sinks, table, used, of_rows = pointers
-    (
-        stride_b, stride_m, stride_h, seqlen_q, seqlen_k, heads_kv, splits, rows_heads, left, right, first_key,
-        stride_table, num_pages, num_rows, scale, softcap,
-    ) = spec.scalars  # fmt: skip
-    c = spec.constants
-    boxes, v_boxes = -(-problem.head_dim // 64), -(-problem.head_dim_v // 64)
-    for program in range(spec.grid):
-        block = gluon_on_cpu.Block(torch.tensor(program), torch.tensor(spec.grid))  # type: ignore[arg-type]
-        roles = gluon_on_cpu.functions(modules, block)[device.__name__]
-        rings = [
-            roles.Tiles(
-                block.tile([stages * n, 1, 1, keys, 64], q.dtype), block.barriers(stages, 1), block.barriers(stages, 1),
-                stages, n,
-            )
-            for n in (boxes, v_boxes)
-        ]  # fmt: skip
-        pid = torch.tensor(program)
-        batch = pid // (heads_kv * splits)
-        call = roles.Call(
-            batch, pid % heads_kv, pid // heads_kv % splits, splits, seqlen_q, torch.tensor(seqlen_k), left, right,
-            first_key, num_rows,
-        )  # fmt: skip
-        edges = (c["HAS_LOW"], c["HAS_HIGH"], c["TOP_LEFT"])
-        consumer = partial(
-            roles.consumer, of_q + batch * stride_b, of_out, of_lse, of_acc, of_state, of_sinks, used, of_rows,
-            stride_m, stride_h, rows_heads, heads_kv, scale, softcap, block.tile([boxes, 16, 64], q.dtype), *rings,
-            block.tile([keys, 16], q.dtype), call, keys, problem.head_dim, problem.head_dim_v, c["GROUP"],
-            problem.page_size, c["HAS_ROWS"], *edges, c["SPLIT"], c["HAS_SINKS"], c["HAS_SOFTCAP"], c["WRITE_LSE"],
-            False,
-        )  # fmt: skip
-        producer = partial(
-            roles.producer, *described, *rings, table, used, of_rows, stride_table, num_pages, call, keys,
-            described[0].block_type.shape[2], problem.page_size, c["HAS_ROWS"], *edges, False,
-        )  # fmt: skip
-        gluon_on_cpu.run_roles([consumer, producer])
+    own = {"neighbor": lambda: lambda what, threads=128: None}
+    gluon_on_cpu.run_launch(spec, (device, parts, rows), spec.grid, own)
     if config.num_splits > 1:
         merge = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, operands.sinks)  # type: ignore[arg-type]
         launch.bind(merge)(*merge.tensors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,16 +18,28 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout
-from warpwave.kernels.hopper import dropout as hopper_dropout
-from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
+from warpwave.kernels.hopper import (
+    factors,
+    parts,
+    rows,
+    scheduler,
+    serial,
+    softmax,
+    split_float32,
+    visible,
+    words,
+)
+from warpwave.kernels.hopper.flash_fwd import consumer, kernel, mask_bias, producer
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
-from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
 from warpwave.problem import AnyOperands, AttentionProblem
-from warpwave.runtime import launch, tensor_maps
+from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
 
+MODULES = (
+    *(kernel, consumer, producer, mask_bias, factors, parts, rows, scheduler, serial, softmax, split_float32),
+    *(visible, words),
+)
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
@@ -40,138 +51,29 @@ def on_cpu(
     config: flash_fwd.Config,
     maps_of_keys: list[gluon_on_cpu.Map] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by the source of the kernel's roles, one block after another; appends the maps of K and V."""
-    from warpwave.kernels.hopper import factors, rows, scheduler, serial, softmax, split_float32, visible
-    from warpwave.kernels.hopper import parts as device_parts
-    from warpwave.kernels.hopper import words as device_words
-    from warpwave.kernels.hopper.flash_fwd import consumer, mask_bias, producer
-
-    used = (
-        consumer,
-        producer,
-        factors,
-        serial,
-        split_float32,
-        device_parts,
-        rows,
-        scheduler,
-        softmax,
-        visible,
-        mask_bias,
-        device_words,
-    )
-    modules = {m.__name__: m for m in used}
-    parts = flash_fwd_configs.num_parts(problem, H200)
+    """out and lse by the source of the kernel and its roles, one block after another; appends the maps of K and V.
+    Blocks that share an SM would use named barriers, which `gluon_on_cpu` does not have."""
     out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=operands.q.dtype)
     lse = torch.full(
         (problem.num_heads_q, problem.total_q) if problem.packed else
         (problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan,
     )  # fmt: skip
-    sources: tuple[Tensor, ...] = (*operands[:3], out)
-    inverses = torch.zeros(1)
-    if problem.dtype != "float32":
-        plans = flash_fwd._plans(problem, config, operands, out)
-    else:  # the launches before, interpreted
-        widths = [sum(found) for found in flash_fwd_configs.row_pieces(problem, config)]
-        arithmetic = precision.arithmetic(problem, H200, flash_fwd.ABLE)
-        ahead: tuple[launch.Launch, ...]
-        if arithmetic in scale_ahead.PARTS:
-            shapes = split_ahead.part_shapes(problem, parts, widths[0], widths[1])
-            ahead, of_parts, inverses, _ = scale_ahead.specify(problem, H200, operands, arithmetic, shapes)
-            inverses.fill_(torch.nan)
-        else:
-            split, of_parts = split_ahead.specify_all(problem, H200, operands, arithmetic, widths[0], widths[1])
-            ahead = (split,)
-        for part in of_parts:  # what is not in use is not written, and whatever lies there must do no harm
-            part.fill_(torch.nan)
-        for spec in ahead:
-            launch.bind(spec)(*spec.tensors)
-        plans = flash_fwd._plans_of_parts(problem, config, of_parts)
-        sources = (*of_parts, out)
-    maps = [[map_of(p, sources) for p in plans[i : i + 3] if p is not None] for i in range(0, 12, 3)]
+    config = replace(config, blocks_per_sm=1)
+    if problem.dtype == "float32":
+        ahead, attend, of_parts, _ = flash_fwd._specify_parts(problem, H200, operands, out, lse, config)
+        # What is not in use is not written, and whatever lies there must do no harm.
+        inverses = attend.tensors[13 + 6]  # after the maps, and out, lse, slopes, sinks and offsets
+        for written in (*of_parts, *([] if inverses is None else [inverses])):
+            written.fill_(torch.nan)
+    else:
+        specified = flash_fwd.specify(problem, H200, operands, out, lse, config)
+        *ahead, attend = (specified,) if isinstance(specified, launch.Launch) else specified
+    for spec in ahead:
+        launch.bind(spec)(*spec.tensors)
+    maps = gluon_on_cpu.run_launch(attend, MODULES, 2, {})
     if maps_of_keys is not None:
-        maps_of_keys += [*maps[1], *maps[2]]
-    tiles = flash_fwd.query_tiles(problem, config.block_m)
-    (
-        slope_stride, lse_b, lse_h, num_tiles, heads, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q,
-        total_k, left, right, scale, softcap_log2, *line_strides,
-    ) = flash_fwd._scalars(problem, operands, config, tiles, parts)  # fmt: skip
-    constants = flash_fwd._constants(problem, config, parts)
-    mask_words = None
-    if operands.mask is not None:
-        mask_words = torch.full((mask_bits.packed(problem).size,), 77, dtype=torch.int32)
-        launch.bind(mask_bits.specify(problem, operands.mask, mask_words))(operands.mask, mask_words)
-    pointer = gluon_on_cpu.Pointer
-    absent, counter = pointer(torch.zeros(1)), torch.zeros(1, dtype=torch.int64)
-    groups, stages, block_n = config.groups, config.num_stages, config.block_n
-    for program in range(2):
-        block = gluon_on_cpu.Block(program, 2)
-        names = gluon_on_cpu.functions(modules, block)
-        schedule_names = names[scheduler.__name__]
-        dropped: Any = ()
-        if problem.dropout_p:
-            seed: Any = operands.dropout_seed
-            dropped = names[hopper_dropout.__name__].Dropout(gluon_on_cpu.Pointer(seed), *line_strides[11:13])
-        rules = names[visible.__name__].Rules(
-            scale, softcap_log2, left, right, groups, block_n,
-            *(constants[n] for n in ("HAS_LOW", "HAS_HIGH", "TOP_LEFT", "HAS_ALIBI", "HAS_SOFTCAP", "HAS_SINKS")),
-            *(constants[n] for n in ("IS_VARLEN", "WRITE_LSE", "OWN_OUT", "VALUES_FIRST", "PARTS", "HEAD_DIM_V")),
-            False, dropped,
-        )  # fmt: skip
-        schedule = schedule_names.Schedule(
-            pointer(counter), num_tiles, heads, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q, total_k,
-            *(absent if x is None else pointer(x) for x in operands[7:9]),
-        )  # fmt: skip
-        rings = []
-        for of_operand in maps[1:3]:
-            rings.append(names[device_parts.__name__].Ring(
-                buffers(block, of_operand, stages * parts), block.barriers(stages, 1), block.barriers(stages, groups),
-                stages, 0, parts,
-            ))  # fmt: skip
-        q_tiles = buffers(block, maps[0], groups * parts)
-        out_tiles = q_tiles
-        if constants["OWN_OUT"] and maps[3]:  # of two halves there is one buffer
-            out_tiles = buffers(block, maps[3][: len(maps[2])], groups)
-        q_full, q_empty = block.barriers(groups, 1), block.barriers(groups, 1)
-        beside: Any = ()
-        if operands.mask is not None or operands.bias is not None:
-            bias = operands.bias
-            bias_plan = plans[-1]
-            bias_maps = [] if bias_plan is None else [map_of(bias_plan._replace(source=0), (bias,))]
-            beside = names[mask_bias.__name__].Beside(
-                absent if mask_words is None else pointer(mask_words), line_strides[:4],
-                line_strides[4:8],
-                absent if bias is None else pointer(bias.view(-1)), line_strides[8:11],
-                bias_maps, buffers(block, bias_maps, stages * groups)[0] if bias_maps else None,
-                constants["HAS_MASK"], host.bias_kind(bias),
-            )  # fmt: skip
-        words = block.tile([2 * 7 + 6 * (beside != ()), 1], torch.int64)
-        box = schedule_names.Mailbox(words, block.barriers(2, 1), block.barriers(2, groups))
-        slopes, sinks = (absent if x is None else pointer(x.flatten()) for x in operands[5:7])
-        of_consumers, of_producers = (names[module.__name__] for module in (consumer, producer))
-        of_consumer = of_consumers.Consumer(
-            maps[3], pointer(out.view(-1)), pointer(lse.view(-1)), slopes, sinks, pointer(inverses),
-            pointer(inverses) + batch * 2 * (heads // group), slope_stride,
-            lse_b, lse_h, heads, group, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, *rings, box, rules,
-            beside,
-        )  # fmt: skip
-        of_producer = of_producers.Producer(*maps[:3], q_tiles, q_full, q_empty, *rings, box, schedule, rules, beside)
-        gluon_on_cpu.run_roles([
-            partial(of_producers.producer, of_producer),
-            *(partial(of_consumers.consumer, g, of_consumer) for g in range(groups)),
-        ])  # fmt: skip
-    assert counter.item() == 0, "the tile counter was not put back"
+        maps_of_keys += [found for found in maps[3:9] if found is not None]
     return out, lse
-
-
-def map_of(plan: tensor_maps.MapPlan, sources: tuple[Tensor, ...]) -> gluon_on_cpu.Map:
-    made: Any = gluon_on_cpu.Map(sources[plan.source].as_strided(plan.shape, plan.strides), list(plan.block))
-    made.shape = [torch.tensor(n) for n in plan.shape]
-    return made
-
-
-def buffers(block: gluon_on_cpu.Block, maps: list[gluon_on_cpu.Map], count: int) -> tuple[gluon_on_cpu.Memory, ...]:
-    return tuple(block.tile([count, *m.block_type.shape], m.dtype) for m in maps)
 
 
 SHORT = replace(PLAIN, lengths=(150, 210), heads=(2, 1), lse=True)

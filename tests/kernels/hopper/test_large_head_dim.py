@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +16,10 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave import UnsupportedProblem, attention
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu
+from warpwave.kernels.hopper import parts, rows, scheduler, softmax, visible
 from warpwave.kernels.hopper.large_head_dim import config as large_head_dim_configs
 from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
+from warpwave.kernels.hopper.large_head_dim import roles
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
@@ -37,74 +38,14 @@ def on_cpu(
     problem: AttentionProblem, operands: Operands, config: large_head_dim.Config
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the kernel's roles, one block after another."""
-    from warpwave.kernels.hopper import parts, rows, scheduler, softmax, visible
-    from warpwave.kernels.hopper.large_head_dim import roles as large_head_dim_roles
-
-    modules = {m.__name__: m for m in (large_head_dim_roles, parts, rows, scheduler, softmax, visible)}
     q = operands.q
     out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
     lse_rows = (problem.num_heads_q, problem.total_q) if problem.packed else (
         problem.batch, problem.num_heads_q, problem.seqlen_q
     )  # fmt: skip
     lse = torch.full(lse_rows, torch.nan)
-    constants = types.SimpleNamespace(**large_head_dim._constants(problem, config))
-    tiles = large_head_dim._query_tiles(problem, config)
-    scalars = large_head_dim._scalars(problem, operands, config, tiles)
-    (
-        slope_stride, lse_b, lse_h, num_tiles, head_parts, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q,
-        total_k, left, right, heads, dv_8, scale, softcap_log2,
-    ) = scalars  # fmt: skip
-    maps = []
-    for plan in large_head_dim._plans(problem, operands):
-        assert plan is not None
-        maps.append(gluon_on_cpu.Map(operands[plan.source].as_strided(plan.shape, plan.strides), list(plan.block)))
-    pointer = gluon_on_cpu.Pointer
-    absent = pointer(torch.zeros(1))
-    counter = torch.zeros(1, dtype=torch.int64)
-    for program in range(2):
-        threads: list[Any] = []
-        for block in [gluon_on_cpu.Block(program, 2)]:
-            names = gluon_on_cpu.functions(modules, block)
-            roles = names[large_head_dim_roles.__name__]
-            visible_names, schedule_names = names[visible.__name__], names[scheduler.__name__]
-            rules = visible_names.Rules(
-                scale, softcap_log2, left, right, 1, 64, constants.HAS_LOW, constants.HAS_HIGH,
-                constants.TOP_LEFT, constants.HAS_ALIBI, constants.HAS_SOFTCAP, constants.HAS_SINKS,
-                constants.IS_VARLEN, constants.WRITE_LSE, False, False, 1, 0,
-            )  # fmt: skip
-            widths = roles.Widths(
-                constants.K_CHUNKS, constants.K_LAST, constants.V_CHUNKS, constants.PARTS, constants.AHEAD
-            )
-            schedule = schedule_names.Schedule(
-                pointer(counter), num_tiles, head_parts, group, batch, per_head, in_l2, seqlen_q, seqlen_k, total_q,
-                total_k, *(absent if x is None else pointer(x) for x in operands[7:9]),
-            )  # fmt: skip
-            rings = []
-            for stages in (constants.K_STAGES, constants.V_STAGES, constants.V_STAGES):
-                chunks = block.tile([stages, 1, 1, 64, 128], q.dtype)
-                rings.append(roles.Chunks(chunks, block.barriers(stages, 1), block.barriers(stages, 1), stages))
-            q_tiles = block.tile([constants.K_CHUNKS, 1, 1, 64, 128], q.dtype)
-            q_full, q_empty = block.barriers(1, 1), block.barriers(1, 1)
-            p_tiles, factors = block.tile([2, 64, 64], q.dtype), block.tile([2, 64], torch.float32)
-            p_full, p_empty = block.barriers(2, 1), block.barriers(2, 2)
-            words = block.tile([2 * 7, 1], torch.int64)
-            box = schedule_names.Mailbox(words, block.barriers(2, 1), block.barriers(2, 3))
-            slopes, sinks = (absent if x is None else pointer(x.flatten()) for x in operands[5:7])
-            of_values = (
-                pointer(out.view(-1)), seqlen_q, seqlen_k, heads, dv_8 * 8, p_tiles, factors, p_full, p_empty, box,
-                widths, rules,
-            )  # fmt: skip
-            threads += [
-                partial(
-                    roles.scores, pointer(lse.view(-1)), slopes, sinks, slope_stride, lse_b, lse_h, seqlen_q, seqlen_k,
-                    q_tiles, q_full, q_empty, rings[0], p_tiles, factors, p_full, p_empty, box, widths, rules,
-                ),
-                partial(roles.values, 0, rings[1], *of_values),
-                partial(roles.values, 1, rings[2], *of_values),
-                partial(roles.producer, *maps, q_tiles, q_full, q_empty, *rings, box, schedule, widths, rules),
-            ]  # fmt: skip
-        gluon_on_cpu.run_roles(threads)
-    assert counter.item() == 0, "the tile counter was not put back"
+    spec = large_head_dim.specify(problem, H200, operands, out, lse, config)
+    gluon_on_cpu.run_launch(spec, (large_head_dim, roles, parts, rows, scheduler, softmax, visible), 2, {})
     return out, lse
 
 

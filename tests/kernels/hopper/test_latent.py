@@ -4,7 +4,6 @@ tests/conformance/test_large_heads.py."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials
+from warpwave.kernels.groups import Pages, Window
 from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.problem import AttentionProblem, CachedOperands, Operands
 from warpwave.runtime import launch
@@ -59,12 +59,11 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 
 
 def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by the source of the roles, and the merge as Triton's interpreter runs it."""
+    """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
     from warpwave.kernels.hopper import parts, rows
-    from warpwave.kernels.hopper.large_head_dim import roles as large_head_dim_roles
+    from warpwave.kernels.hopper.large_head_dim import roles
     from warpwave.kernels.large_head_dim import latent_device as device
 
-    modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
     q = operands.q
     out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
     lse = torch.full((problem.batch, problem.num_heads_q, 1), torch.nan)
@@ -73,42 +72,9 @@ def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[t
         if tensor is not None:
             tensor.fill_(torch.nan)
     arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
-    spec, takes = latent.specify(problem, H200, operands, arguments, num_splits)
-    assert takes is not None
-    maps = [take for take in takes if isinstance(take, latent.MapPlan)]
-    described = []
-    for plan in maps:
-        source = arguments[plan.source]
-        described.append(gluon_on_cpu.Map(source.as_strided(plan.shape, plan.strides), list(plan.block)))
-    pointers = [arguments[number] for number in takes if isinstance(number, int)]
-    of_out, of_lse, of_acc, of_state, of_sinks, table, used, of_rows = (
-        None if t is None else gluon_on_cpu.Pointer(t.reshape(-1) if t.is_contiguous() else t.view(-1))
-        for t in pointers
-    )
-    seqlen_k, heads, _, rows_heads, left, right, stride_table, num_pages, num_rows, scale = spec.scalars
-    c = spec.constants
-    boxes, v_boxes = latent.boxes(problem), -(-problem.head_dim_v // 64)
-    for program in range(spec.grid):
-        block = gluon_on_cpu.Block(torch.tensor(program), torch.tensor(spec.grid))  # type: ignore[arg-type]
-        roles = gluon_on_cpu.functions(modules, block)[device.__name__]
-        q_tiles, q_full = block.tile([boxes, *described[0].block_type.shape], q.dtype), block.barriers(1, 1)
-        stages = c["STAGES"]
-        boxes_of_ring = block.tile([stages, 1, 1, 64, 64], q.dtype)
-        ring = roles.Chunks(boxes_of_ring, block.barriers(stages, 1), block.barriers(stages, 1), stages)
-        share = roles.share_of(
-            used, of_rows, seqlen_k, num_splits, left, right, num_rows, problem.page_size, c["HAS_ROWS"],
-            c["HAS_LOW"], c["HAS_HIGH"], c["TOP_LEFT"],
-        )  # fmt: skip
-        consumer = partial(
-            roles.consumer, of_out, of_lse, of_acc, of_state, of_sinks, heads, rows_heads, scale, q_tiles, q_full, ring,
-            block.tile([64, 16], q.dtype), share, boxes, v_boxes, problem.head_dim_v, c["SPLIT"], c["HAS_SINKS"],
-            c["WRITE_LSE"],
-        )  # fmt: skip
-        producer = partial(
-            roles.producer, *described, q_tiles, q_full, ring, table, stride_table, num_pages, share,
-            problem.page_size, min(64, problem.page_size or 64), boxes,
-        )  # fmt: skip
-        gluon_on_cpu.run_roles([consumer, producer])
+    spec, _ = latent.specify(problem, H200, operands, arguments, num_splits)
+    modules = (device, roles, parts, rows)
+    gluon_on_cpu.run_launch(spec, modules, spec.grid, {"meet_neighbors": lambda: lambda threads: None})
     if num_splits > 1:
         merge = latent.specify_merge(problem, num_splits, acc, state, out, lse, operands.sinks)
         merge = merge._replace(constants=dict(merge.constants) | {"LAUNCHED_AHEAD": False})
@@ -176,12 +142,13 @@ def test_shares_are_even() -> None:
     from warpwave.kernels.large_head_dim import latent_device as device
 
     modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
+    pages, window = Pages(None, None, None, 0, 0, 0, 0, False), Window(0, 0, False, False, False)
     for length, splits in ((1, 3), (64, 1), (640, 3), (4096, 16), (4100, 16), (128, 5)):
         ends, sizes = [0], []
         for split in range(splits):
             block = gluon_on_cpu.Block(torch.tensor(splits + split), torch.tensor(2 * splits))  # type: ignore[arg-type]
             roles = gluon_on_cpu.functions(modules, block)[device.__name__]
-            share = roles.share_of(None, None, length, splits, 0, 0, 0, 0, False, False, False, False)
+            share = roles.share_of(pages, window, length, splits)
             assert share.batch == 1 and int(share.first) == ends[-1]
             ends.append(int(share.last))
             sizes.append((int(share.last) - int(share.first)) // 64)

@@ -91,7 +91,7 @@ def _threads(launched: Any, roles: Any, maps: Any, pointers: Any, buffers: Any, 
     """The roles of a launch, as the kernel's body starts them."""
     first, second, third = maps
     has_high = launched.constants["HAS_HIGH"]
-    chunk, (chunk_rows, *rest) = roles.Chunk(*launched.scalars[:11]), launched.scalars[11:]
+    chunk, (chunk_rows, *rest) = roles.Chunk(launched.scalars[:11]), launched.scalars[11:]
     if rest:
         *_, all_tiles, steps, _scale = rest
         consumer = (third, *pointers, chunk_rows, *rest, buffers, ring, chunk, has_high)
@@ -170,8 +170,8 @@ def test_every_tile_is_dealt_out_once() -> None:
         found: dict[str, list[tuple[int, ...]]] = {"scores": [], "values": []}
         for program in range(programs):
             roles = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(program, programs))[product_tiles.__name__]
-            of_scores = roles.Chunk(0, row_begin, 0, 1, 1, heads, blocks, key_tiles, together, diagonal, key_tiles)
-            of_values = roles.Chunk(0, row_begin, 0, 1, 1, heads, blocks, columns, together, diagonal, key_tiles)
+            of_scores = roles.Chunk((0, row_begin, 0, 1, 1, heads, blocks, key_tiles, together, diagonal, key_tiles))
+            of_values = roles.Chunk((0, row_begin, 0, 1, 1, heads, blocks, columns, together, diagonal, key_tiles))
             for item in range(program, heads * all_tiles, programs):
                 found["scores"].append(tuple(map(int, roles.place_scores(of_scores, item, all_tiles, has_high))))
             for turn in range(roles.value_turns(of_values)):

@@ -7,6 +7,7 @@ import heapq
 import pytest
 
 from tests.kernels.hopper import gluon_on_cpu
+from warpwave.kernels.hopper.groups import Schedule
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
@@ -19,7 +20,7 @@ def blocks(heads: int, tiles_per_head: int, heads_in_l2: int) -> list[tuple[int,
 
     names = gluon_on_cpu.functions({scheduler.__name__: scheduler}, gluon_on_cpu.Block(0, 1))[scheduler.__name__]
     total = heads * tiles_per_head
-    schedule = names.Schedule(0, total, heads, 1, 1, tiles_per_head, heads_in_l2, 1, 1, 0, 0, 0, 0)
+    schedule = Schedule(total, heads, 1, 1, tiles_per_head, heads_in_l2, 1, 1, 0, 0)
     drawn = [names.dense_tile(schedule, t, True) for t in range(total)]
     return [(int(work.head), int(work.tile)) for work in drawn]
 

@@ -30,8 +30,8 @@ ODD: tuple[Any, ...] = (
     "<img src=x onerror=alert(1)>", [], {}, [1], [[1]], ["x"], [None], [0, 0], [1, 2, 3, 4], [-1, -1], {"a": 1},
     {"a": {"b": ["\x1b]0;title\x07"]}},
 )  # fmt: skip
-SWEPT = 1200  # mutations, drawn anew only when the lists above change
-FOLLOWED = 40  # of those that are accepted, as many are told by every command
+SWEPT = 600  # mutations, drawn anew only when the lists above change
+FOLLOWED = 20  # of those that are accepted, as many are told by every command
 
 
 def sample(path: Path) -> list[Any]:

@@ -68,10 +68,10 @@ def test_blocks_that_hide_nothing_of_each_other_take_their_time_one_after_the_ot
     def time(serial: float) -> float:
         of = Machine(sheet, replace(UNCALIBRATED, power=math.inf, step_us=20.0, serial=serial), None, False)
         found = predict(problem, flash_fwd, config, gpu, of=of)
-        assert found is not None and found.blocks_per_sm == 2
+        assert found is not None and found.blocks_per_sm == 4
         return found.time_us
 
-    assert time(1.0) == pytest.approx(2 * time(0.0), rel=0.02), "waits of 20 us a step are all of the time"
+    assert time(1.0) == pytest.approx(4 * time(0.0), rel=0.02), "waits of 20 us a step are all of the time"
     assert time(0.0) < time(0.5) < time(1.0)
 
 

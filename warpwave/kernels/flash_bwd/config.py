@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import Gpu
+from warpwave.gpu import KIB, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
@@ -186,7 +186,17 @@ RULES: tuple[Rule[Config], ...] = (
         NOT_MEASURED,
     ),
     *by_width(
-        "16 bits, AMD",
+        "16 bits, AMD RDNA",
+        lambda c: c.gpu.is_rdna,
+        (
+            Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+            Config(Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+            Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        ),
+        NOT_MEASURED,
+    ),
+    *by_width(
+        "16 bits, AMD CDNA",
         lambda c: c.gpu.vendor == "amd",
         (
             Config(Tile(128, 32, 4, 1), Tile(32, 128, 4, 1)),
@@ -214,6 +224,13 @@ RULES: tuple[Rule[Config], ...] = (
             Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
         ),
         NOT_MEASURED,
+    ),
+    Rule(
+        "16 bits, NVIDIA with 99 KiB of shared memory, head_dim 65 to 128",
+        lambda c: c.gpu.smem_per_block_bytes < 100 * KIB and c.bucket == 1,
+        (Config(Tile(64, 16, 4, 2), Tile(32, 64, 8, 2)),),
+        "predicted: 32 keys a step leave one block of four warps an SM, and dq, dk and dv take 1.15 times as long",
+        "other_cards.md",
     ),
     *by_width(
         "16 bits",

@@ -29,6 +29,7 @@ from warpwave.kernels.arguments import (
     broadcast_strides,
     feature_constants,
     lse_strides,
+    matrix_options,
     slope_strides,
     straightener,
     tile_widths,
@@ -246,6 +247,7 @@ def specify(
                 "num_warps": tile.num_warps,
                 "num_stages": tile.num_stages,
                 "enable_fp_fusion": problem.dtype != "float32",
+                **matrix_options(problem, gpu, tile.block_m, tile.block_n, tile.num_warps),
             },
         )
 

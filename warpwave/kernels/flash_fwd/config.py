@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import WGMMA_OR_TCGEN05, Gpu
+from warpwave.gpu import KIB, WGMMA_OR_TCGEN05, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
@@ -196,7 +196,10 @@ class Call:
         self.arithmetic = dot_precision(problem, gpu)
         self.is_float32 = problem.dtype == "float32"
         self.is_amd, self.is_hopper = gpu.vendor == "amd", gpu.capability == 90
-        self.is_rdna = self.is_amd and not gpu.arch.startswith("gfx9")
+        self.is_rdna = gpu.is_rdna
+        self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+        self.is_light = not self.is_masked and problem.alibi_shape is None and not problem.dropout_p
+        self.has_tiles_of_64 = self.bucket == 0 or (self.bucket == 1 and self.is_masked)
 
     @property
     def leaves_sms_idle(self) -> bool:
@@ -211,7 +214,6 @@ SWEEP_3 = "2026-11-21-h200-flash-fwd-sweep-3.log"
 FLOAT32 = "2026-11-21-h200-float32.jsonl"
 ONE_HEAD = "2026-11-21-h200-float32-one-head.jsonl"
 PARTS_OF_FLOAT32 = "2026-11-21-h200-hopper-float32-parts.log"
-
 # The tile of a call without mask or bias. The figures are ratios of time on an H200. Nothing was timed on a B200, and
 # predictions for it (docs/notes/model.md) contradict each other.
 RULES: tuple[Rule[Config], ...] = (
@@ -276,25 +278,67 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(64, 32, 4, 2, True), Config(32, 32, 4, 2, True), Config(32, 16, 4, 1, True)),
         NOT_MEASURED,
     ),
+    Rule(
+        "float32 in tf32, NVIDIA with 99 KiB of shared memory, head_dim 65 to 128",
+        lambda c: c.is_float32 and c.bucket == 1 and c.gpu.smem_per_block_bytes < 100 * KIB,
+        (Config(32, 16, 4, 1),),
+        "predicted: two stages leave one block an SM, and take 1.4 times as long",
+        "other_cards.md",
+    ),
     *by_width(
         "float32 in tf32",
         lambda c: c.is_float32,
         (Config(32, 32, 4, 2), Config(32, 16, 4, 2), Config(32, 16, 8, 1)),
         NOT_MEASURED,
     ),
+    Rule(
+        "16 bits, AMD RDNA 4, head_dim above 128",
+        lambda c: c.is_rdna and c.gpu.arch.startswith("gfx12") and c.bucket == 2,
+        (Config(64, 32, 8, 1),),
+        "predicted: 32 x 16 scores on eight waves are computed four times, and take 2.2 times as long",
+        "other_cards.md",
+    ),
     *by_width(
         "16 bits, AMD RDNA",
         lambda c: c.is_rdna,
-        (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 16, 8, 1)),
+        (Config(64, 32, 4, 1), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
         NOT_MEASURED,
     ),
     Rule(
-        "16 bits, AMD CDNA, head_dim up to 128",
-        lambda c: c.is_amd and c.bucket < 2,
-        (Config(64, 64, 4, 2),),
-        NOT_MEASURED,
+        "16 bits, AMD CDNA, head_dim up to 64; to 128 with a mask or bias, or few tiles of 128 queries",
+        lambda c: c.is_amd and (c.has_tiles_of_64 or (c.bucket == 1 and c.leaves_sms_idle)),
+        (Config(64, 64, 4, 1),),
+        "predicted: two stages hold half as many blocks a CU, and take 1.2 times as long",
+        "other_cards.md",
     ),
-    Rule("16 bits, AMD CDNA, head_dim above 128", lambda c: c.is_amd, (Config(64, 32, 8, 2),), NOT_MEASURED),
+    Rule(
+        "16 bits, AMD CDNA, head_dim 65 to 128",
+        lambda c: c.is_amd and c.bucket == 1,
+        (Config(128, 32, 4, 1),),
+        "predicted: 64 x 64 with two stages leaves one wave a SIMD on CDNA 1 to 3, and takes 1.5 times as long",
+        "other_cards.md",
+    ),
+    Rule(
+        "16 bits, AMD CDNA 4, head_dim above 128, no mask, bias, ALiBi or dropout",
+        lambda c: c.gpu.arch == "gfx950" and c.is_light,
+        (Config(128, 64, 8, 1),),
+        "predicted: half the reads of L2; 64 x 32 on eight waves takes 1.7 times as long",
+        "other_cards.md",
+    ),
+    Rule(
+        "16 bits, AMD CDNA, head_dim above 128",
+        lambda c: c.is_amd,
+        (Config(64, 32, 4, 1),),
+        "predicted: 64 x 32 on eight waves with two stages takes 1.3 times as long",
+        "other_cards.md",
+    ),
+    Rule(
+        "16 bits, sm_80 and sm_87, head_dim 65 to 128, causal",
+        lambda c: c.gpu.capability in (80, 87) and c.bucket == 1 and c.problem.causal is not None,
+        (Config(64, 64, 4, 2),),
+        "predicted: 64 x 32, with as many blocks an SM, takes 1.1 times as long",
+        "other_cards.md",
+    ),
     *by_width(
         "16 bits, NVIDIA without wgmma or tcgen05",
         lambda c: c.gpu.capability not in WGMMA_OR_TCGEN05,

@@ -34,6 +34,7 @@ from warpwave.kernels.arguments import (
     feature_constants,
     lse_strides,
     maker,
+    matrix_options,
     slope_strides,
     straightener,
     tile_widths,
@@ -390,8 +391,18 @@ def _specify(
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "enable_fp_fusion": problem.dtype != "float32",
+            **matrix_options(problem, gpu, config.block_m, config.block_n, config.num_warps),
+            **_occupancy_options(problem, gpu),
         },
     )
+
+
+def _occupancy_options(problem: AttentionProblem, gpu: Gpu) -> dict[str, int]:
+    """Returns Triton's option for two waves a SIMD on CDNA 2 to 4. Without it Triton 3.6 takes 4 to 48 registers more
+    than two waves have (docs/notes/other_cards.md)."""
+    is_plain = problem.mask_shape is None and problem.bias_shape is None and not problem.dropout_p
+    is_wide = max(problem.head_dim, problem.head_dim_v) > 64 and problem.dtype != "float32" and not problem.is_quantized
+    return {"waves_per_eu": 2} if gpu.arch in ("gfx90a", "gfx942", "gfx950") and is_wide and is_plain else {}
 
 
 def _others(operands: AnyOperands) -> tuple[torch.Tensor | None, ...]:

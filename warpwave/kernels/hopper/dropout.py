@@ -8,6 +8,7 @@ of 16 queries and keys. With dropout, tiles therefore begin at such multiples: a
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.dropout import dropout_words, load_dropout_key
+from warpwave.kernels.hopper import groups
 from warpwave.kernels.hopper.parts import accumulator_layout
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
@@ -15,17 +16,10 @@ PERIOD = gl.constexpr(16)  # tiles begin at multiples of it
 
 
 @aggregate
-class Dropout:
-    """Dropout of a call.
+class OfCall:
+    """Dropout of a call."""
 
-    Args:
-        seed_ptr: (seed, offset).
-        threshold, scale: of `dropout.scalars`.
-    """
-
-    seed_ptr: gl.tensor
-    threshold: gl.tensor
-    scale: gl.tensor
+    dropout: groups.Dropout
 
 
 @aggregate
@@ -35,7 +29,7 @@ class HeadDropout:
     Args:
         key: of the call, from `key_of`.
         batch, head: numbers of the sequence and of the head.
-        threshold, scale: see `Dropout`.
+        threshold, scale: see `groups.Dropout`.
     """
 
     key: gl.tuple
@@ -47,10 +41,19 @@ class HeadDropout:
 
 @constexpr_function
 def has_dropout(dropout):
-    """Returns whether the call has dropout; `dropout` is a `Dropout`, a `HeadDropout`, or () for none."""
+    """Returns whether the call has dropout; `dropout` is an `OfCall`, a `HeadDropout`, or () for none."""
     if hasattr(dropout, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
         return False
     return hasattr(dropout, "threshold")
+
+
+@jit
+def of_call(dropout: groups.Dropout):
+    """Returns the dropout of a call as an aggregate, () without dropout."""
+    if dropout.seed_ptr is not None:
+        return OfCall(dropout)
+    else:
+        return ()
 
 
 @jit

@@ -7,8 +7,7 @@ it is added to the accumulator, or the output if all keys of a head share it.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.visible import with_factors
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
 
 
 @aggregate
@@ -17,7 +16,7 @@ class OfKeys:
 
     Args:
         ptr: float32.
-        strides: along batches, kv heads, and blocks of keys.
+        strides: `groups.KeyDescaleStrides`.
         BLOCK: keys that share a factor; 0 if all keys of a head do.
     """
 
@@ -31,8 +30,7 @@ class Factors:
     """The factors of the scores of a call.
 
     Args:
-        q_ptr, q_strides: those of Q, float32, and their strides along batches, kv heads, query heads of a group, and
-            blocks of queries.
+        q_ptr, q_strides: those of Q, float32, and their `groups.QDescaleStrides`.
         of_k: those of K.
         group_size: query heads of a kv head.
         Q_BLOCK: queries that share a factor; 0 if all queries of a head do.
@@ -89,7 +87,7 @@ def rules_of_queries(factors, row_first, work, rules):
     head = of_head(factors.of_k, factors.group_size, work)
     if head.BLOCK == 0:
         factor = factor * gl.load(head.ptr)
-    return with_factors(rules, in_range(rules.scale * factor), head)
+    return with_fields(rules, scale=in_range(rules.scale * factor), factors=head)
 
 
 @jit
@@ -106,7 +104,7 @@ def _rules_of_tile(head, tile, keys, rules):
     if head.BLOCK == 0:
         return rules
     else:
-        return with_factors(rules, in_range(rules.scale * of_block(head, tile, keys, rules)), head)
+        return with_fields(rules, scale=in_range(rules.scale * of_block(head, tile, keys, rules)))
 
 
 @jit

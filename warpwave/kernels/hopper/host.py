@@ -131,12 +131,22 @@ def score_units(problem: AttentionProblem) -> tuple[float, float]:
     return problem.softmax_scale * LOG2_E, 0.0
 
 
+def options_of(problem: AttentionProblem) -> dict[str, bool]:
+    """Returns the compile-time constants of `visible.Options` that follow from the call, by name."""
+    features = arguments.feature_constants(problem)
+    return {
+        **arguments.band_constants(problem),
+        **{name: features[name] for name in ("HAS_ALIBI", "HAS_SOFTCAP", "HAS_SINKS")},
+        "IS_VARLEN": problem.packed,
+        "WRITE_LSE": problem.return_lse,
+    }
+
+
 def of_schedule(
     problem: AttentionProblem, operands: AnyOperands, tiles: int, parts: int, block_m: int, size: int
 ) -> list[int]:
-    """Returns the run-time arguments of a kernel that draws tiles of queries (scheduler.py), in its order: strides of
-    ALiBi's slopes and of the log-sum-exp, the schedule, lengths and window. `parts` blocks share a head; an element has
-    `size` bytes."""
+    """Returns the numbers of `groups.Queries` and `groups.Schedule`, and the window, in their order. `parts` blocks
+    share a head; an element has `size` bytes."""
     group_size = problem.num_heads_q // problem.num_heads_kv
     heads = problem.num_heads_q * parts
     kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size)

@@ -61,25 +61,6 @@ class Work:
     seqlen_k: gl.tensor
 
 
-@aggregate
-class Schedule:
-    """The tiles of a call: see `dense_tile` and `packed_tile`."""
-
-    counter_ptr: gl.tensor
-    num_tiles: gl.tensor
-    num_heads: gl.tensor
-    group_size: gl.tensor
-    batch: gl.tensor
-    tiles_per_head: gl.tensor
-    heads_in_l2: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    total_q: gl.tensor
-    total_k: gl.tensor
-    cu_seqlens_q_ptr: gl.tensor
-    cu_seqlens_k_ptr: gl.tensor
-
-
 @jit
 def _write(box, n, WORD: gl.constexpr, value):
     word = box.words.index((n & 1) * WORDS + WORD)
@@ -227,10 +208,15 @@ def draw_in_order(counter_ptr, num_tiles):
 
 
 @jit
-def tile_of(s, t, BLOCK_M: gl.constexpr, HAS_HIGH: gl.constexpr, IS_VARLEN: gl.constexpr):
-    """Returns tile t of the schedule; in a packed call it may be empty (`is_work`)."""
+def tile_of(s, offsets, t, BLOCK_M: gl.constexpr, HAS_HIGH: gl.constexpr, IS_VARLEN: gl.constexpr):
+    """Returns tile t of the schedule; in a packed call it may be empty (`is_work`).
+
+    Args:
+        s: `groups.Schedule`, or `groups.KeySchedule`.
+        offsets: a group with `cu_seqlens_q_ptr` and `cu_seqlens_k_ptr`.
+    """
     if IS_VARLEN:
-        return packed_tile(s, t, BLOCK_M)
+        return packed_tile(s, offsets, t, BLOCK_M)
     else:
         return dense_tile(s, t, HAS_HIGH)
 
@@ -268,7 +254,7 @@ def dense_tile(s, t, HAS_HIGH: gl.constexpr):
 
 
 @jit
-def packed_tile(s, t, BLOCK_M: gl.constexpr):
+def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
     """Returns tile t of a packed call: the last tiles of a sequence first. Rows of a tile may lie past the sequence's
     end.
 
@@ -281,14 +267,14 @@ def packed_tile(s, t, BLOCK_M: gl.constexpr):
     before = gl.to_tensor(0)
     for first in range(0, s.batch, 128):
         b = first + lanes
-        begin = gl.load(s.cu_seqlens_q_ptr + b, mask=b < s.batch, other=0)
+        begin = gl.load(offsets.cu_seqlens_q_ptr + b, mask=b < s.batch, other=0)
         begin = gl.minimum(gl.maximum(begin, 0), s.total_q)
         before += gl.sum(((begin // BLOCK_M + b <= place) & (b < s.batch)).to(gl.int32), axis=0)
     b = gl.maximum(before - 1, 0)
-    q_begin = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_q_ptr + b), 0), s.total_q)
-    k_begin = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_k_ptr + b), 0), s.total_k)
+    q_begin = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_q_ptr + b), 0), s.total_q)
+    k_begin = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b), 0), s.total_k)
     # Both ends are clamped before the subtraction, which must not overflow.
-    seqlen_q = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
-    seqlen_k = gl.minimum(gl.maximum(gl.load(s.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
+    seqlen_q = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
+    seqlen_k = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
     tile = place - (q_begin // BLOCK_M + b)
     return Work(tile, b, t % s.num_heads, q_begin, seqlen_q, k_begin, seqlen_k)

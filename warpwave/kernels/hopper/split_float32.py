@@ -30,8 +30,7 @@ from warpwave.kernels.hopper.parts import (
 )
 from warpwave.kernels.hopper.rows import zero_values
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
-from warpwave.kernels.hopper.visible import with_scale
-from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait
+from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait, with_fields
 
 # Scales ---------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +65,7 @@ def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_he
     inverse = gl.load(q_inverses_ptr + number) * gl.load(of_key)
     # Clamp the factor where scores exceed float32 anyway: 0 times Inf would turn a score of 0 into NaN.
     inverse = gl.minimum(gl.maximum(inverse, 1.1754943508222875e-38), 1.2676506002282294e30)
-    return with_scale(rules, rules.scale * inverse)
+    return with_fields(rules, scale=rules.scale * inverse)
 
 
 @jit

@@ -2,19 +2,20 @@
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.runtime.gluon_or_stub import aggregate, gl, jit
 
 
-@aggregate
-class Rules:
+class Options(NamedTuple):
     """The options of a call that are the same for all its tiles; compile-time options are in capitals."""
 
-    scale: gl.tensor  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
-    softcap_log2: gl.tensor
-    window_left: gl.tensor
-    window_right: gl.tensor
+    window_left: int
+    window_right: int
+    scale: float  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
+    softcap_log2: float
     GROUPS: gl.constexpr
     BLOCK_N: gl.constexpr
     HAS_LOW: gl.constexpr
@@ -29,37 +30,16 @@ class Rules:
     VALUES_FIRST: gl.constexpr
     PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
+
+
+@aggregate
+class Rules:
+    """The options, and what a consumer replaces for a head or a tile: the scale, dropout and factors."""
+
+    options: Options
     ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length
-    dropout: object = None  # dropout.Dropout, in a consumer that of its head; () without dropout
+    dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
     factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
-
-
-@jit
-def with_scale(rules, scale):
-    """Returns the rules with another scale."""
-    return with_factors(rules, scale, rules.factors)
-
-
-@jit
-def with_factors(rules, scale, factors):
-    """Returns the rules with another scale and other factors."""
-    return Rules(
-        scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N, rules.HAS_LOW,
-        rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS, rules.IS_VARLEN,
-        rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V, rules.ALIGN_KEYS,
-        rules.dropout, factors,
-    )  # fmt: skip
-
-
-@jit
-def with_dropout(rules, dropout):
-    """Returns the rules with another dropout."""
-    return Rules(
-        rules.scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.GROUPS, rules.BLOCK_N,
-        rules.HAS_LOW, rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.HAS_SINKS,
-        rules.IS_VARLEN, rules.WRITE_LSE, rules.OWN_OUT, rules.VALUES_FIRST, rules.PARTS, rules.HEAD_DIM_V,
-        rules.ALIGN_KEYS, dropout, rules.factors,
-    )  # fmt: skip
 
 
 @aggregate

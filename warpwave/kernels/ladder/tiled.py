@@ -303,7 +303,7 @@ def _default(problem: AttentionProblem, gpu: Gpu) -> Config:
     AMD's 64 KB leave no room to convert the layout of 128 x 128 scores, and RDNA has no matrix unit for float32.
     Operands split for tf32x3 take eight warps unless wgmma reads one of them from shared memory.
     """
-    if gpu.vendor == "amd" and not gpu.arch.startswith("gfx9"):
+    if gpu.is_rdna:
         return Config(32, 32, 32, 8, 2) if problem.dtype == "float32" else Config(64, 64, 32, 8, 2)
     if gpu.vendor == "amd" or (problem.dtype == "float32" and gpu.capability == 90):
         return Config(64, 64, 32, 4, 2)

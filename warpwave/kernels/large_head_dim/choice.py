@@ -107,7 +107,7 @@ class Call:
         self.is_few = problem.seqlen_q * heads_together(problem) <= 16  # rows
         self.is_interpreted, self.is_hopper = gpu.vendor == "interpreter", gpu.capability == 90
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
-        self.is_rdna = self.is_amd and not gpu.arch.startswith("gfx9")
+        self.is_rdna = gpu.is_rdna
         self.has_room = not self.is_amd and gpu.smem_per_block_bytes >= 160 * 1024
 
     @property

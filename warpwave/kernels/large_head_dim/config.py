@@ -123,7 +123,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 def column_parts(problem: AttentionProblem, gpu: Gpu) -> int:
     """Returns the number of programs that divide the columns of v: as few as registers allow."""
     most = MAX_COLUMNS
-    if gpu.vendor == "amd" and (not gpu.arch.startswith("gfx9") or problem.dtype == "float32"):
+    if gpu.is_rdna or (gpu.is_cdna and problem.dtype == "float32"):
         most = MAX_COLUMNS // 2
     return -(-problem.head_dim_v // most)
 

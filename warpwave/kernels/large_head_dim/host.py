@@ -35,6 +35,7 @@ from warpwave.kernels.arguments import (
     dot_precision,
     feature_constants,
     lse_strides,
+    matrix_options,
     padded,
     slope_strides,
     straightener,
@@ -167,7 +168,12 @@ def _specify(
         constants=_constants(problem, gpu, config, heads, operands),
         # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
         # probability is exactly 1.
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False},
+        options={
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            "enable_fp_fusion": False,
+            **matrix_options(problem, gpu, config.block_m, config.block_n, config.num_warps),
+        },
     )
     return [(attend, None), *merge]
 

@@ -21,6 +21,7 @@ cores do in that time. Shared memory is written once and read twice, half of its
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from warpwave.kernels.groups import Pages, Partials, Window
 from warpwave.kernels.hopper.large_head_dim.roles import Chunks, chunk, hand_back
 from warpwave.kernels.hopper.parts import (
     LN_2,
@@ -48,10 +49,6 @@ from warpwave.runtime.gluon_or_stub import (
 KEYS = gl.constexpr(64)  # keys of a box and of a step
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
 HEADS = gl.constexpr(16)  # query heads of a program, padding included
-UNSPECIALIZED = [
-    *("seqlen_k", "num_heads", "num_splits", "rows_heads", "window_left", "window_right"),
-    *("stride_table", "num_pages", "num_rows"),
-]
 
 
 @aggregate
@@ -75,28 +72,25 @@ class Share:
 
 
 @jit
-def share_of(
-    seqused_k_ptr, rows_ptr, seqlen_k, num_splits, window_left, window_right, num_rows, PAGE_SIZE: gl.constexpr,
-    HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr,
-):  # fmt: skip
+def share_of(pages: Pages, window: Window, seqlen_k, num_splits):
     """Returns this program's keys. The steps of a sequence are divided evenly; invalid lengths and rows are clamped."""
     pid = gl.program_id(0)
     split = pid % num_splits
     batch = pid // num_splits
     table_row = batch
-    if PAGE_SIZE > 0:
-        if HAS_ROWS:
-            table_row = gl.minimum(gl.maximum(gl.load(rows_ptr + batch), 0), num_rows - 1).to(gl.int32)
-        seqlen_k = gl.minimum(gl.maximum(gl.load(seqused_k_ptr + table_row), 0), seqlen_k).to(gl.int32)
+    if pages.PAGE_SIZE > 0:
+        if pages.HAS_ROWS:
+            table_row = gl.minimum(gl.maximum(gl.load(pages.rows_ptr + batch), 0), pages.num_rows - 1).to(gl.int32)
+        seqlen_k = gl.minimum(gl.maximum(gl.load(pages.seqused_k_ptr + table_row), 0), seqlen_k).to(gl.int32)
     # As in primitives.band_edges, for query 0 of one query.
     offset = seqlen_k - 1
     begin = offset * 0
     end = seqlen_k
-    if HAS_LOW:
-        begin = gl.maximum(offset - window_left, 0)
-    if HAS_HIGH:
-        high = offset + window_right
-        if TOP_LEFT:
+    if window.HAS_LOW:
+        begin = gl.maximum(offset - window.left, 0)
+    if window.HAS_HIGH:
+        high = offset + window.right
+        if window.TOP_LEFT:
             high = gl.minimum(high, 0)
         end = gl.minimum(end, high + 1)
     tile = begin // KEYS
@@ -139,25 +133,22 @@ def load_box(ring, k_map, n, pools, row, column, ROWS: gl.constexpr):
 
 
 @jit
-def producer(
-    q_map, k_map, q_tiles, q_full, ring, page_table_ptr, stride_table, num_pages, share, PAGE_SIZE: gl.constexpr,
-    ROWS: gl.constexpr, BOXES: gl.constexpr,
-):  # fmt: skip
+def producer(q_map, k_map, q_tiles, q_full, ring, pages: Pages, share, ROWS: gl.constexpr, BOXES: gl.constexpr):
     """Loads q, then the split's keys, box after box. Page ids are loaded one step ahead."""
     if share.first < share.last:
         load_queries(q_map, q_tiles, q_full, share.batch, BOXES)
-    if PAGE_SIZE > 0:
-        page_table_ptr += share.table_row.to(gl.int64) * stride_table
+    if pages.PAGE_SIZE > 0:
+        table_ptr = pages.table_ptr + share.table_row.to(gl.int64) * pages.stride_table
         end = gl.minimum(share.end, share.last)
-        pages = page_ids(page_table_ptr, share.first, end, PAGE_SIZE, ROWS)
+        ids = page_ids(table_ptr, share.first, end, pages.PAGE_SIZE, ROWS)
     n = 0
     for key in range(share.first, share.last, KEYS):
-        if PAGE_SIZE > 0:
+        if pages.PAGE_SIZE > 0:
             pools = ()
             for i in gl.static_range(KEYS // ROWS):
-                pools = pools + (gl.minimum(gl.maximum(pages[i], 0), num_pages - 1).to(gl.int32),)
-            row = key % PAGE_SIZE  # 0 if several pages make a box
-            pages = page_ids(page_table_ptr, key + KEYS, end, PAGE_SIZE, ROWS)
+                pools = pools + (gl.minimum(gl.maximum(ids[i], 0), pages.num_pages - 1).to(gl.int32),)
+            row = key % pages.PAGE_SIZE  # 0 if several pages make a box
+            ids = page_ids(table_ptr, key + KEYS, end, pages.PAGE_SIZE, ROWS)
         else:
             pools = (share.batch,)
             row = key
@@ -218,7 +209,7 @@ def add_values(p_tile, ring, n, acc, alpha, V_BOXES: gl.constexpr):
 
 @jit
 def consumer(
-    out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, num_heads, rows_heads, scale, q_tiles, q_full, ring, p_tile, share,
+    out_ptr, lse_ptr, partials: Partials, sinks_ptr, num_heads, rows_heads, scale, q_tiles, q_full, ring, p_tile, share,
     BOXES: gl.constexpr, V_BOXES: gl.constexpr, HEAD_DIM_V: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -260,9 +251,9 @@ def consumer(
     columns = gl.arange(0, BOX, by_key)
     if SPLIT:
         of_part = share.split.to(gl.int64) * rows_heads
-        gl.store(state_ptr + (2 * of_part + of_row), m_i, mask=inside)
-        gl.store(state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
-        to = acc_ptr + (of_part + of_row) * HEAD_DIM_V
+        gl.store(partials.state_ptr + (2 * of_part + of_row), m_i, mask=inside)
+        gl.store(partials.state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
+        to = partials.acc_ptr + (of_part + of_row) * HEAD_DIM_V
         factor = gl.full([HEADS], 1.0, gl.float32, by_head)
         inside = inside & (l_row != 0.0)  # the merge does not read the others
     else:
@@ -296,38 +287,25 @@ def meet_neighbors(THREADS: gl.constexpr):
     )
 
 
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit(do_not_specialize=["seqlen_k", "num_heads", "rows_heads"])
 def latent_decode_kernel(
     q_map,
     k_map,
     out_ptr,
     lse_ptr,
-    acc_ptr,
-    state_ptr,
-    sinks_ptr,
-    page_table_ptr,
-    seqused_k_ptr,
-    rows_ptr,
     seqlen_k,
     num_heads,
-    num_splits,
+    partials: Partials,
     rows_heads,
-    window_left,
-    window_right,
-    stride_table,
-    num_pages,
-    num_rows,
+    window: Window,
+    sinks_ptr,
+    pages: Pages,
     scale,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     SPLIT: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    HAS_ROWS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
 ):
     """Processes one split of the keys of one sequence, for up to 16 query heads that read one kv head.
@@ -353,26 +331,17 @@ def latent_decode_kernel(
     fence_async_shared()
     ring = Chunks(boxes, full, empty, STAGES)
     meet_neighbors(128)
-    share = share_of(
-        seqused_k_ptr, rows_ptr, seqlen_k, num_splits, window_left, window_right, num_rows, PAGE_SIZE, HAS_ROWS,
-        HAS_LOW, HAS_HIGH, TOP_LEFT,
-    )  # fmt: skip
+    share = share_of(pages, window, seqlen_k, partials.num_splits)
     gl.warp_specialize(
         [
             (
                 consumer,
                 (
-                    out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, num_heads, rows_heads, scale, q_tiles, q_full,
-                    ring, p_tile, share, BOXES, V_BOXES, HEAD_DIM_V, SPLIT, HAS_SINKS, WRITE_LSE,
+                    out_ptr, lse_ptr, partials, sinks_ptr, num_heads, rows_heads, scale, q_tiles, q_full, ring, p_tile,
+                    share, BOXES, V_BOXES, HEAD_DIM_V, SPLIT, HAS_SINKS, WRITE_LSE,
                 ),
             ),
-            (
-                producer,
-                (
-                    q_map, k_map, q_tiles, q_full, ring, page_table_ptr, stride_table, num_pages, share, PAGE_SIZE,
-                    ROWS, BOXES,
-                ),
-            ),
+            (producer, (q_map, k_map, q_tiles, q_full, ring, pages, share, ROWS, BOXES)),
         ],
         [1],
         [40],

@@ -97,7 +97,8 @@ def power_of_two(exponent):
 @jit
 def exponent_for(largest, MOST: tl.constexpr):
     """Returns the exponent, at most MOST, of the scale that brings the largest magnitude to [2^14, 2^15)."""
-    return tl.minimum(LARGEST_EXPONENT + 127 - (largest.to(tl.int32, bitcast=True) >> 23), MOST)
+    exponent = LARGEST_EXPONENT + 127 - (largest.to(tl.int32, bitcast=True) >> 23)
+    return tl.minimum(exponent, MOST)
 
 
 @jit

@@ -130,7 +130,7 @@ class Kind:
         self.bucket = 0 if self.widest <= 64 else 1 if self.widest <= 128 else 2
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
-        self.is_rdna, self.is_hopper = gpu.arch.startswith("gfx1"), gpu.vendor == "nvidia" and gpu.capability == 90
+        self.is_rdna, self.is_hopper = gpu.is_rdna, gpu.vendor == "nvidia" and gpu.capability == 90
         self.has_token_factors = problem.kv_factors == "token"
         self.is_of_8_bits = problem.dtype_kv is not None and gpu.vendor == "nvidia"
         self.reads_shared_memory = reads_shared_memory(gpu, block_m)  # which leaves registers free

@@ -38,6 +38,7 @@ from warpwave.kernels.arguments import (
     broadcast_strides,
     dot_precision,
     feature_constants,
+    matrix_options,
     padded,
     slope_strides,
     straightener,
@@ -327,6 +328,7 @@ def specify(
                 "num_stages": config.num_stages,
                 "enable_fp_fusion": problem.dtype != "float32",
                 **({"launch_pdl": True} if ahead else {}),
+                **matrix_options(problem, gpu, config.block_m, config.block_n, config.num_warps),
             },
         )
     if acc is None or state is None:

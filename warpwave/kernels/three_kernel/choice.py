@@ -96,7 +96,7 @@ class Call:
         self.problem, self.gpu, self.sms = problem, gpu, gpu.num_sms or FILLED
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
         self.is_hopper, self.has_big_tiles = gpu.capability == 90, gpu.capability in (90, 100, 103)
-        self.is_rdna = self.is_amd and not gpu.arch.startswith("gfx9")
+        self.is_rdna = gpu.is_rdna
         self.is_interpreted = gpu.vendor == "interpreter"
         self.arithmetic = dot_precision(problem, gpu)
 

@@ -23,7 +23,15 @@ Bound: tensor cores and L2, 85 FLOP for each byte of operands.
 
 from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, exp2, like, matrix
 from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
-from warpwave.kernels.three_kernel.hopper_tiles import BLOCK_M, BLOCK_N, Chunk, place_scores, place_values, value_turns
+from warpwave.kernels.three_kernel.hopper_tiles import (
+    BLOCK_M,
+    BLOCK_N,
+    Chunk,
+    OfChunk,
+    place_scores,
+    place_values,
+    value_turns,
+)
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
@@ -42,10 +50,6 @@ from warpwave.runtime.gluon_or_stub import (
 BLOCK_K = gl.constexpr(64)  # head_dim elements or keys that a step sums over: 128 bytes, a line of swizzled memory
 STAGES = gl.constexpr(4)
 PIECE = gl.constexpr(64)  # columns of a tile that are stored together; each warpgroup has room for two such pieces
-UNSPECIALIZED = [
-    *("first_head", "row_begin", "row_end", "num_heads", "group_size", "heads", "blocks", "columns", "together"),
-    *("diagonal", "key_tiles", "chunk_rows", "seqlen_k", "high", "all_tiles", "steps"),
-]
 
 
 @aggregate
@@ -239,7 +243,7 @@ def scores_consumer(
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit(do_not_specialize=["chunk_rows", "seqlen_k", "high", "all_tiles", "steps"])
 def hopper_scores_kernel(
     q_map,
     k_map,
@@ -247,17 +251,7 @@ def hopper_scores_kernel(
     tile_reference_ptr,
     tile_top_ptr,
     tile_sum_ptr,
-    first_head,
-    row_begin,
-    row_end,
-    num_heads,
-    group_size,
-    heads,
-    blocks,
-    columns,
-    together,
-    diagonal,
-    key_tiles,
+    of_chunk: OfChunk,
     chunk_rows,
     seqlen_k,
     high,
@@ -273,9 +267,7 @@ def hopper_scores_kernel(
     `all_tiles` tiles of a head are seen by some row. Per-tile values are (heads, key_tiles, chunk_rows), in float32:
     the reference in bits, and relative to it the largest probability and the sum.
     """
-    chunk = Chunk(
-        first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal, key_tiles
-    )  # fmt: skip
+    chunk = Chunk(of_chunk)
     buffers = out_buffers(p_map)
     ring = make_ring(q_map, k_map)
     of_consumer = (
@@ -398,7 +390,7 @@ def values_consumer(
     tma.store_wait(0)
 
 
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit(do_not_specialize=["chunk_rows"])
 def hopper_values_kernel(
     p_map,
     v_map,
@@ -406,26 +398,14 @@ def hopper_values_kernel(
     factor_ptr,
     lowered_ptr,
     row_scale_ptr,
-    first_head,
-    row_begin,
-    row_end,
-    num_heads,
-    group_size,
-    heads,
-    blocks,
-    columns,
-    together,
-    diagonal,
-    key_tiles,
+    of_chunk: OfChunk,
     chunk_rows,
     HAS_HIGH: gl.constexpr,
 ):
     """Computes the chunk's rows of out from the results of hopper_scores_kernel and chunk_statistics_kernel; it starts
     while the latter still runs."""
     wait_for_launch_before(128)
-    chunk = Chunk(
-        first_head, row_begin, row_end, num_heads, group_size, heads, blocks, columns, together, diagonal, key_tiles
-    )  # fmt: skip
+    chunk = Chunk(of_chunk)
     buffers = out_buffers(out_map)
     ring = make_ring(p_map, v_map)
     of_consumer = (

@@ -8,17 +8,18 @@ Bound: a few divisions per item, while products run.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.runtime.gluon_or_stub import aggregate, gl, jit
 
 BLOCK_M = gl.constexpr(128)  # queries of a tile, 64 for each of two warpgroups
 BLOCK_N = gl.constexpr(256)  # keys of a tile of scores, and columns of v of a tile of out
 
 
-@aggregate
-class Chunk:
+class OfChunk(NamedTuple):
     """The work of a launch: heads counted over the batch from first_head on, rows from row_begin to row_end of each.
 
-    Args:
+    Attributes:
         heads, blocks, columns: heads of the chunk, blocks of BLOCK_M rows per head, and columns of tiles per block: of
             keys in the first launch, of v in the second.
         together: blocks whose tiles are traversed together.
@@ -26,17 +27,24 @@ class Chunk:
         key_tiles: number of tiles of all keys.
     """
 
-    first_head: gl.tensor
-    row_begin: gl.tensor
-    row_end: gl.tensor
-    num_heads: gl.tensor
-    group_size: gl.tensor
-    heads: gl.tensor
-    blocks: gl.tensor
-    columns: gl.tensor
-    together: gl.tensor
-    diagonal: gl.tensor
-    key_tiles: gl.tensor
+    first_head: int
+    row_begin: int
+    row_end: int
+    num_heads: int
+    group_size: int
+    heads: int
+    blocks: int
+    columns: int
+    together: int
+    diagonal: int
+    key_tiles: int
+
+
+@aggregate
+class Chunk:
+    """The work of a launch."""
+
+    of_chunk: OfChunk
 
 
 @jit

@@ -59,13 +59,9 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         return (*t.operands[:3], t.dout, t.dk, t.dv, t.workspace.lse_log2, t.workspace.delta, *of_bias)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        of_scores = (
-            t.operands.alibi_slopes,
-            t.workspace.words_transposed,
-            t.workspace.walks_transposed,
-            None if kind == "cells" else t.operands.bias,
-        )
-        return t.dk, t.dv, *of_scores, *t.offsets, t.operands.dropout_seed
+        bias = None if kind == "cells" else t.operands.bias
+        of_scores = (t.workspace.words_transposed, t.workspace.walks_transposed, bias)
+        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, *of_scores, t.operands.dropout_seed
 
     sources = mapped(tensors)
     *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
@@ -109,9 +105,9 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         return (*t.operands[:3], t.dout, t.dq, *(found for found in of_bias if found is not None))
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes)
-        of_scores = (t.workspace.words, t.workspace.walks, None if kind == "cells" else t.operands.bias, t.of_slopes)
-        return *of_rows, *of_scores, *t.offsets, t.operands.dropout_seed
+        of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes, t.of_slopes)
+        of_scores = (t.workspace.words, t.workspace.walks, None if kind == "cells" else t.operands.bias)
+        return *of_rows, *t.offsets, *of_scores, t.operands.dropout_seed
 
     sources = mapped(tensors)
     plans = [*chain(*_plans(problem, sources[:5], of_keys=(1, 2), steps=(1, 2), step=block_n))]

@@ -7,21 +7,25 @@ sees a key, and tiles of keys at the first key that a query sees, so that rows o
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
+from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule
 from warpwave.kernels.hopper.parts import columns_apart
 from warpwave.kernels.hopper.words import TILE_KEYS
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 
-@aggregate
-class Rules:
+class Options(NamedTuple):
     """The options of a call that hold for all its tiles; compile-time options are in capitals."""
 
-    scale: gl.tensor  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
-    softcap_log2: gl.tensor
-    window_left: gl.tensor
-    window_right: gl.tensor
+    window_left: int
+    window_right: int
+    statistic_rows: int  # rows of statistics of one head of an item, whole tiles (rows.py)
+    scale: float  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
+    softcap_log2: float
+    softmax_scale: float
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     HAS_LOW: gl.constexpr
@@ -32,27 +36,14 @@ class Rules:
     IS_VARLEN: gl.constexpr
     HAS_MASK: gl.constexpr
     BIAS: gl.constexpr  # host.bias_kind
-    dropout: object  # dropout.Dropout, in a consumer that of a head; () without dropout
 
 
-@jit
-def with_dropout(rules, dropout):
-    """Returns the rules with another dropout."""
-    return Rules(
-        rules.scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.BLOCK_M, rules.BLOCK_N,
-        rules.HAS_LOW, rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.IS_VARLEN,
-        rules.HAS_MASK, rules.BIAS, dropout,
-    )  # fmt: skip
+@aggregate
+class Rules:
+    """The options, and dropout: `dropout.OfCall`, in a consumer that of a head; () without dropout."""
 
-
-@jit
-def with_scale(rules, scale):
-    """Returns the rules with another scale."""
-    return Rules(
-        scale, rules.softcap_log2, rules.window_left, rules.window_right, rules.BLOCK_M, rules.BLOCK_N, rules.HAS_LOW,
-        rules.HAS_HIGH, rules.TOP_LEFT, rules.HAS_ALIBI, rules.HAS_SOFTCAP, rules.IS_VARLEN, rules.HAS_MASK, rules.BIAS,
-        rules.dropout,
-    )  # fmt: skip
+    options: Options
+    dropout: object
 
 
 @aggregate
@@ -226,13 +217,14 @@ def visible(x, band, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
 
 
 @jit
-def work_on_keys(schedule, t, rules):
+def work_on_keys(schedule: KeySchedule, offsets: KeyGradients, t, rules):
     """Returns tile t of the schedule as a block of keys of one kv head. The blocks of a head come in the order of their
     keys: under a causal mask the longest first, and as turns.py requires.
 
-    The schedule counts tiles of keys: its q fields hold the call's lengths of keys, and its k fields those of queries.
+    Args:
+        schedule, offsets: their fields of queries are those of keys.
     """
-    work = scheduler.tile_of(schedule, t, rules.BLOCK_N, True, rules.IS_VARLEN)
+    work = scheduler.tile_of(schedule, offsets, t, rules.BLOCK_N, True, rules.IS_VARLEN)
     tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - work.tile  # the schedule begins with the last
     return scheduler.Work(
         tile, work.batch, work.head, work.k_begin, work.seqlen_k, work.q_begin, work.seqlen_q

@@ -8,6 +8,8 @@ TMA. A bias that is the same for all queries or for all keys is read by plain lo
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, matrix
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
@@ -18,24 +20,35 @@ from warpwave.runtime.gluon_or_stub import (
     tma_load,
     tma_store,
 )
+from warpwave.runtime.parameters import Pointer
+
+
+class BiasOfCall(NamedTuple):
+    """The bias of a call, (batch, head, query, key).
+
+    Attributes:
+        ptr: given if it is read by plain loads. Its stride along keys is 1, or 0 where `Options.BIAS` is "rows".
+        stride_b, stride_h, stride_m: 0 along broadcast axes. The first two also show which axes a tensor map lacks.
+    """
+
+    stride_b: int
+    stride_h: int
+    stride_m: int
+    ptr: Pointer
 
 
 @aggregate
 class Bias:
-    """The bias of a call, (batch, head, query, key), and its gradient.
+    """The bias of a call, and its gradient.
 
     Args:
-        ptr, strides: where it is read by plain loads; strides of batch, head and query, 0 along broadcast axes. The
-            stride along keys is 1, or 0 where `Rules.BIAS` is "rows". The first two strides also show which axes `maps`
-            lacks.
         maps: its tensor map if each score has its own number, else ().
         gradient_maps: the tensor map of dS of (batch, query head, query, key) if it is wanted, else ().
         tiles: tiles of it in shared memory, [count, 1, 1, queries, keys]; unused without a map.
         full: barriers of these tiles if they are not copied with K; else unused.
     """
 
-    ptr: gl.tensor
-    strides: gl.tuple
+    of_call: BiasOfCall
     maps: gl.tuple
     gradient_maps: gl.tuple
     tiles: gl.shared_memory_descriptor
@@ -72,8 +85,8 @@ def exp2_at_most_one(x):
 def load_bias(bias, tile, barrier, batch, head, row, key):
     """Loads tile number `tile` of a bias by TMA; its first score is that of a query and a key."""
     for i in gl.static_range(len(bias.maps)):
-        of_batch = gl.where(bias.strides[0] == 0, 0, batch)
-        of_head = gl.where(bias.strides[1] == 0, 0, head)
+        of_batch = gl.where(bias.stride_b == 0, 0, batch)
+        of_head = gl.where(bias.stride_h == 0, 0, head)
         tma_load(bias.maps[i], [of_batch, of_head, row, key], barrier, bias.tiles.index(tile))
 
 
@@ -98,8 +111,8 @@ def bias_of(bias, tile, work, head, row_first, key_first, KEYS_FIRST: gl.constex
         if rules.BIAS == "keys":
             offsets = gl.minimum(key_first + along, work.seqlen_k - 1).to(gl.int64)
         else:
-            offsets = gl.minimum(row_first + along, work.seqlen_q - 1).to(gl.int64) * bias.strides[2]
-        line = bias.ptr + (work.batch.to(gl.int64) * bias.strides[0] + head.to(gl.int64) * bias.strides[1])
+            offsets = gl.minimum(row_first + along, work.seqlen_q - 1).to(gl.int64) * bias.stride_m
+        line = bias.ptr + (work.batch.to(gl.int64) * bias.stride_b + head.to(gl.int64) * bias.stride_h)
         return gl.load(line + offsets)
 
 

@@ -17,20 +17,19 @@ Bound: tensor cores (docs/notes/backward.md).
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.dropout import Dropout, has_dropout, key_of, of_head
+from warpwave.kernels.hopper.dropout import has_dropout, key_of, of_call, of_head
 from warpwave.kernels.hopper.flash_bwd.band import (
+    Options,
     Rules,
     band_of,
     is_cut,
     query_span,
     visible,
-    with_dropout,
 )
-from warpwave.kernels.hopper.flash_bwd.bias import Bias, as_stages_of_p, bias_of
+from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, as_stages_of_p, bias_of
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
-    Mask,
     Results,
     Stream,
     gradient,
@@ -54,6 +53,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_queries_before,
     zero_sums,
 )
+from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -77,6 +77,7 @@ from warpwave.runtime.gluon_or_stub import (
     reinterpret,
     tma,
     warpgroup_mma_wait,
+    with_fields,
 )
 
 GROUPS = gl.constexpr(2)
@@ -120,7 +121,7 @@ def scores_of(fixed, stream, n, row_first, band, rules):
 
 
 @jit
-def sum_values(tiles, work, n, results, mask, heads, rules):
+def sum_values(tiles, work, n, results, mask: Mask, heads, rules):
     """Returns, in group 0, dV of a block, and the number of the next tile of queries."""
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_M))
     band = band_of(work, rules)
@@ -153,9 +154,8 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
         if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
             if is_cut(span, place):
                 p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
-        p = signed(p, row_first, key_first, True, with_dropout(
-            rules, of_head(rules.dropout, dropout_key, work.batch, head)
-        ))  # fmt: skip
+        of_this_head = of_head(rules.dropout, dropout_key, work.batch, head)
+        p = signed(p, row_first, key_first, True, with_fields(rules, dropout=of_this_head))
         passed = p
         if rules.HAS_SOFTCAP:
             passed = p * cap
@@ -189,7 +189,7 @@ def sum_values(tiles, work, n, results, mask, heads, rules):
 
 
 @jit
-def sum_keys(tiles, work, n, mask, heads, rules):
+def sum_keys(tiles, work, n, mask: Mask, heads, rules):
     """Returns, in group 1, dK of a block before the scale, and the number of the next tile of queries."""
     layout: gl.constexpr = accumulator_layout(rules.BLOCK_M)
     band = band_of(work, rules)
@@ -231,7 +231,7 @@ def sum_keys(tiles, work, n, mask, heads, rules):
 
 @jit
 def consumer(
-    GROUP: gl.constexpr, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr, results, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dV (group 0) or dK (group 1) of each block."""
@@ -247,7 +247,7 @@ def consumer(
                 result = times(result, rules.dropout.scale)
         else:
             result, n = sum_keys(tiles, work, n, mask, heads, rules)
-            result = times(result, results.softmax_scale)
+            result = times(result, rules.softmax_scale)
         # Reading the message again is cheaper than keeping its words in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
@@ -256,14 +256,16 @@ def consumer(
         key_end = work.k_begin + band.k_end
         meet()  # the other group has multiplied what this result overwrites
         if GROUP == 0:
+            strides = (results.stride_dv_b, results.stride_dv_h, results.stride_dv_n)
             store_pieces(
-                result, results.dv_maps, tiles.values, 0, results.dv_ptr, results.strides_dv, work.batch, work.head,
-                key, key_end, HEAD_DIM_V, rules.IS_VARLEN,
+                result, results.dv_maps, tiles.values, 0, results.dv_ptr, strides, work.batch, work.head, key, key_end,
+                HEAD_DIM_V, rules.IS_VARLEN,
             )  # fmt: skip
         else:
+            strides = (results.stride_dk_b, results.stride_dk_h, results.stride_dk_n)
             store_pieces(
-                result, results.dk_maps, tiles.keys, 0, results.dk_ptr, results.strides_dk, work.batch, work.head, key,
-                key_end, HEAD_DIM, rules.IS_VARLEN,
+                result, results.dk_maps, tiles.keys, 0, results.dk_ptr, strides, work.batch, work.head, key, key_end,
+                HEAD_DIM, rules.IS_VARLEN,
             )  # fmt: skip
         tma.store_wait(0)
         mbarrier.arrive(tiles.empty.index(0), count=1)
@@ -274,17 +276,8 @@ def consumer(
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
-    *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
-    *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows"),
-    *("stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
-    *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
-    *("stride_bias_b", "stride_bias_h", "stride_bias_m", "dropout_threshold"),
-]
 
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit
 def dkv_kernel(
     q_map,
     q_map_2,
@@ -307,107 +300,40 @@ def dkv_kernel(
     dv_map_2,
     dv_map_3,
     bias_map,
-    dk_ptr,
-    dv_ptr,
-    alibi_slopes_ptr,
-    words_ptr,
-    walks_ptr,
-    bias_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dropout_seed_ptr,
+    gradients: KeyGradients,
+    schedule: KeySchedule,
+    call_options: Options,
+    mask: Mask,
+    bias: BiasOfCall,
+    dropout: Dropout,
     counter_ptr,
-    stride_alibi_b,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dk_n,
-    stride_dv_b,
-    stride_dv_h,
-    stride_dv_n,
-    num_tiles,
-    num_heads,
-    num_heads_kv,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    statistic_rows,
-    scale,
-    softcap_log2,
-    softmax_scale,
-    stride_words_b,
-    stride_words_h,
-    stride_words_t,
-    stride_words_m,
-    stride_walks_b,
-    stride_walks_h,
-    stride_walks_t,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    dropout_threshold,
-    dropout_scale,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    HAS_MASK: gl.constexpr,
-    BIAS: gl.constexpr,
 ):
     """Processes blocks of 64 keys of one kv head until the counter is exhausted.
 
     Tensor maps have the axes (batch, head, row, column), one for each piece of a tile's width, absent ones None; maps
     of statistics (batch * head, row); the map of the bias, if each score has its own number, (batch, head, query, key).
+    In the schedule keys take the place of queries (band.work_on_keys).
     """
-    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
-    if not HAS_MASK:
-        words_ptr = counter_ptr
-        walks_ptr = counter_ptr
-    if BIAS == "" or BIAS == "cells":
-        bias_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    dropout = ()
-    if dropout_seed_ptr is not None:
-        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS, dropout,
-    )  # fmt: skip
-    heads = Heads(num_heads, group_size, statistic_rows)
-    # Keys take the place of queries: see work_on_keys.
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
-        total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,
-    )  # fmt: skip
+    rules = Rules(call_options, of_call(dropout))
+    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
     )
-    p = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_N, BLOCK_M], gl.NVMMASharedLayout(128, 32, 4))
+    p = gl.allocate_shared_memory(
+        gl.float32, [2, 1, 1, call_options.BLOCK_N, call_options.BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)
+    )
     bias_maps = ()
     bias_tiles = p
     bias_full = box.full
-    if BIAS == "cells":
+    if call_options.BIAS == "cells":
         bias_maps = (bias_map,)
         count: gl.constexpr = as_stages_of_p(p, bias_map)
         bias_tiles = reinterpret(p, bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
@@ -422,7 +348,7 @@ def dkv_kernel(
         p,
         barriers(2),
         barriers(2),
-        Bias(bias_ptr, (stride_bias_b, stride_bias_h, stride_bias_m), bias_maps, (), bias_tiles, bias_full),
+        Bias(bias, bias_maps, (), bias_tiles, bias_full),
         box,
     )
     mbarrier.init(tiles.full.index(0), count=1)
@@ -430,25 +356,20 @@ def dkv_kernel(
     for i in gl.static_range(2):
         mbarrier.init(tiles.p_full.index(i), count=1)
         mbarrier.init(tiles.p_empty.index(i), count=1)
-        if BIAS == "cells":
+        if call_options.BIAS == "cells":
             mbarrier.init(bias_full.index(i), count=1)
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
-    results = Results(
-        present(dk_map, dk_map_2, dk_map_3), present(dv_map, dv_map_2, dv_map_3), dk_ptr, dv_ptr,
-        (stride_dk_b, stride_dk_h, stride_dk_n), (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale,
-        alibi_slopes_ptr, stride_alibi_b,
-    )  # fmt: skip
-    mask = Mask(
-        words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m), walks_ptr,
-        (stride_walks_b, stride_walks_h, stride_walks_t),
-    )  # fmt: skip
+    results = Results(gradients, present(dk_map, dk_map_2, dk_map_3), present(dv_map, dv_map_2, dv_map_3))
+    seqlen_q = schedule.seqlen_k
+    seqlen_k = schedule.seqlen_q
+    maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map
     gl.warp_specialize(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), mask, tiles, schedule, heads, rules)),
+            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules)),
         ],
         [4, 1],
         [240, 24],

@@ -13,12 +13,13 @@ Bound: tensor cores (docs/notes/backward.md).
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.dropout import Dropout, key_of, of_head
-from warpwave.kernels.hopper.flash_bwd.band import Rules, band_of, first_statistic, key_tiles, visible, with_dropout
-from warpwave.kernels.hopper.flash_bwd.bias import Bias, bias_of, bytes_of, load_bias, store_gradient
+from warpwave.kernels.hopper.dropout import key_of, of_call, of_head
+from warpwave.kernels.hopper.flash_bwd.band import Options, Rules, band_of, first_statistic, key_tiles, visible
+from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, bias_of, bytes_of, load_bias, store_gradient
 from warpwave.kernels.hopper.flash_bwd.steps import (
-    Mask,
     gradient,
     mask_lines,
     mask_words,
@@ -33,6 +34,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_keys_before,
     zero_sums,
 )
+from warpwave.kernels.hopper.groups import Dropout, Mask, Schedule
 from warpwave.kernels.hopper.parts import (
     ROWS,
     Ring,
@@ -64,7 +66,9 @@ from warpwave.runtime.gluon_or_stub import (
     tma,
     tma_load,
     warpgroup_mma_wait,
+    with_fields,
 )
+from warpwave.runtime.parameters import Pointer
 
 GROUPS = gl.constexpr(2)
 
@@ -90,44 +94,54 @@ class Tiles:
     box: scheduler.Mailbox
 
 
-@aggregate
-class Place:
-    """The destination of dQ, and the data of a group's queries besides Q and dO.
+class OfQueries(NamedTuple):
+    """The destination of dQ, and the data of queries besides Q and dO, without tensor maps.
 
-    Args:
-        lse_ptr, delta_ptr: statistics (rows.py): `statistic_rows` of each of the `num_heads` heads of an item.
-        dq_maps, dq_ptr, strides_dq: of dQ; strides of batch, head and row.
-        of_slopes_ptr: each query's contribution to the gradient of its head's ALiBi slope, (batch, head, `longest`
-            queries); unused unless WRITE_DSLOPES.
+    Attributes:
+        lse_ptr, delta_ptr: statistics (rows.py).
+        dq_ptr: dQ, with strides of batch, head and row.
+        alibi_slopes_ptr: ALiBi's slopes, (batch, head).
+        of_slopes_ptr: each query's contribution to the gradient of its head's ALiBi slope, (batch, head, query) of the
+            longest sequence; given if WRITE_DSLOPES.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets of packed sequences, int32.
     """
 
-    lse_ptr: gl.tensor
-    delta_ptr: gl.tensor
-    num_heads: gl.tensor
-    statistic_rows: gl.tensor
-    dq_maps: gl.tuple
-    dq_ptr: gl.tensor
-    strides_dq: gl.tuple
-    softmax_scale: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    stride_alibi_b: gl.tensor
-    of_slopes_ptr: gl.tensor
-    longest: gl.tensor
+    lse_ptr: Pointer
+    delta_ptr: Pointer
+    dq_ptr: Pointer
+    alibi_slopes_ptr: Pointer
+    of_slopes_ptr: Pointer
+    cu_seqlens_q_ptr: Pointer
+    cu_seqlens_k_ptr: Pointer
+    stride_alibi_b: int
+    stride_dq_b: int
+    stride_dq_h: int
+    stride_dq_m: int
     WRITE_DSLOPES: gl.constexpr
+
+
+@aggregate
+class Place:
+    """The data of queries with the tensor maps of dQ. Items have `num_heads` heads and up to `longest` queries."""
+
+    of_queries: OfQueries
+    dq_maps: gl.tuple
+    num_heads: gl.tensor
+    longest: gl.tensor
 
 
 # The producer ---------------------------------------------------------------------------------------------------------
 
 
 @jit
-def producer(maps, mask, tiles, schedule, rules):
+def producer(maps, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules):
     """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
     q_maps, k_maps, v_maps, dout_maps = maps
     n = 0
     messages = 0
     t = gl.program_id(0)
     while t < schedule.num_tiles:
-        work = scheduler.tile_of(schedule, t, rules.BLOCK_M, rules.HAS_HIGH, rules.IS_VARLEN)
+        work = scheduler.tile_of(schedule, offsets, t, rules.BLOCK_M, rules.HAS_HIGH, rules.IS_VARLEN)
         band = band_of(work, rules)
         row_first = band.q_begin + work.tile * rules.BLOCK_M
         begin, end = key_tiles(band, row_first, row_first + rules.BLOCK_M, rules)
@@ -156,7 +170,7 @@ def producer(maps, mask, tiles, schedule, rules):
                     load_keys(tiles, k_maps, n + 1, batch, kv_head, key_next, work.head, row_first)
                 n += 1
             messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+        t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
     zero = gl.to_tensor(0)
     none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
     scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
@@ -219,7 +233,7 @@ def is_cut(row_first, key_first, band, rules):
 
 
 @jit
-def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
+def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
     """Returns dQ before the scale of a group's queries, and the number of the next tile of keys."""
     band = band_of(work, rules)
     block_first = band.q_begin + work.tile * rules.BLOCK_M
@@ -236,7 +250,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
-    line = (batch * place.num_heads + work.head).to(gl.int64) * place.statistic_rows
+    line = (batch * place.num_heads + work.head).to(gl.int64) * rules.statistic_rows
     # Tiles of statistics have the length of a step: queries in dkv.py, keys here.
     first = line + first_statistic(work, rules.BLOCK_N, rules) + (row_first - band.q_begin)
     lse = statistic(place.lse_ptr, first, band.q_end - row_first, float("inf"), rules.BLOCK_N)
@@ -245,7 +259,8 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
     q = matrices(tiles.queries, GROUP)
     dout = matrices(tiles.dout, GROUP)
     dq = zero_sums(tiles.keys.pieces)
-    rules_of_head = with_dropout(rules, of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head))
+    of_this_head = of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head)
+    rules_of_head = with_fields(rules, dropout=of_this_head)
     zero = zero_accumulator(rules.BLOCK_N)
     n = skip(tiles.keys, tiles.values, n, begin - block_begin)
     wait_keys(tiles, n, band.k_end - band.k_begin - begin * rules.BLOCK_N, rules)
@@ -305,43 +320,36 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask, rules):
 
 
 @jit
-def consumer(GROUP: gl.constexpr, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM: gl.constexpr):
+def consumer(GROUP: gl.constexpr, place, mask: Mask, tiles, schedule: Schedule, rules, HEAD_DIM: gl.constexpr):
     """Computes dQ of the GROUP-th 64 queries of each block."""
     n = 0  # tiles of keys processed so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
-    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(GROUP), messages & 1)
         dq, n = sum_queries(GROUP, tiles, work, n, place, mask, rules)
         # Reading the message again is cheaper than keeping its words in registers through the loop.
-        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
         band = band_of(work, rules)
         row = work.q_begin + band.q_begin + work.tile * rules.BLOCK_M + GROUP * ROWS
+        strides = (place.stride_dq_b, place.stride_dq_h, place.stride_dq_m)
         store_pieces(
-            times(dq, place.softmax_scale), place.dq_maps, tiles.queries, GROUP, place.dq_ptr, place.strides_dq,
-            work.batch, work.head, row, work.q_begin + band.q_end, HEAD_DIM, rules.IS_VARLEN,
+            times(dq, rules.softmax_scale), place.dq_maps, tiles.queries, GROUP, place.dq_ptr, strides, work.batch,
+            work.head, row, work.q_begin + band.q_end, HEAD_DIM, rules.IS_VARLEN,
         )  # fmt: skip
         tma.store_wait(0)
         mbarrier.arrive(tiles.empty.index(GROUP), count=1)
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
-        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_dq_b", "stride_dq_h", "stride_dq_m", "num_tiles", "num_heads", "group_size", "batch"),
-    *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
-    *("statistic_rows", "stride_words_b", "stride_words_h", "stride_words_t", "stride_words_m"),
-    *("stride_walks_b", "stride_walks_h", "stride_walks_t"),
-    *("stride_bias_b", "stride_bias_h", "stride_bias_m", "dropout_threshold"),
-]
 
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit
 def dq_kernel(
     q_map,
     q_map_2,
@@ -360,65 +368,17 @@ def dq_kernel(
     dq_map_3,
     bias_map,
     dbias_map,
-    lse_ptr,
-    delta_ptr,
-    dq_ptr,
-    alibi_slopes_ptr,
-    words_ptr,
-    walks_ptr,
-    bias_ptr,
-    of_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dropout_seed_ptr,
+    of_queries: OfQueries,
+    schedule: Schedule,
+    call_options: Options,
+    mask: Mask,
+    bias: BiasOfCall,
+    dropout: Dropout,
     counter_ptr,
-    stride_alibi_b,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dq_m,
-    num_tiles,
-    num_heads,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    statistic_rows,
-    scale,
-    softcap_log2,
-    softmax_scale,
-    stride_words_b,
-    stride_words_h,
-    stride_words_t,
-    stride_words_m,
-    stride_walks_b,
-    stride_walks_h,
-    stride_walks_t,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    dropout_threshold,
-    dropout_scale,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     STAGES_V: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    HAS_MASK: gl.constexpr,
-    BIAS: gl.constexpr,
     WRITE_DBIAS: gl.constexpr,
-    WRITE_DSLOPES: gl.constexpr,
 ):
     """Processes tiles of 128 queries of one head until the counter is exhausted.
 
@@ -426,33 +386,11 @@ def dq_kernel(
     maps of dS and of a bias with a number for each score, (batch, head, query, key). Statistics are (batch * head,
     row).
     """
-    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
-    if not WRITE_DSLOPES:
-        of_slopes_ptr = counter_ptr
-    if not HAS_MASK:
-        words_ptr = counter_ptr
-        walks_ptr = counter_ptr
-    if BIAS == "" or BIAS == "cells":
-        bias_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    dropout = ()
-    if dropout_seed_ptr is not None:
-        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, HAS_MASK, BIAS, dropout,
-    )  # fmt: skip
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
-        total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
+    rules = Rules(call_options, of_call(dropout))
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
@@ -461,7 +399,7 @@ def dq_kernel(
     bias_maps = ()
     dbias_maps = ()
     bias_tiles = q_tiles
-    if BIAS == "cells":
+    if call_options.BIAS == "cells":
         bias_maps = (bias_map,)
         bias_tiles = buffers(bias_maps, STAGES * GROUPS)
         if WRITE_DBIAS:
@@ -473,7 +411,7 @@ def dq_kernel(
         barriers(GROUPS),
         Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1),
         Ring(buffers(v_maps, STAGES_V), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, 0, 1),
-        Bias(bias_ptr, (stride_bias_b, stride_bias_h, stride_bias_m), bias_maps, dbias_maps, bias_tiles[0], box.full),
+        Bias(bias, bias_maps, dbias_maps, bias_tiles[0], box.full),
         box,
     )
     ring_init(tiles.keys, GROUPS)
@@ -484,20 +422,12 @@ def dq_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
-    place = Place(
-        lse_ptr, delta_ptr, num_heads, statistic_rows, present(dq_map, dq_map_2, dq_map_3), dq_ptr,
-        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr,
-        seqlen_q, WRITE_DSLOPES,
-    )  # fmt: skip
-    mask = Mask(
-        words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m), walks_ptr,
-        (stride_walks_b, stride_walks_h, stride_walks_t),
-    )  # fmt: skip
+    place = Place(of_queries, present(dq_map, dq_map_2, dq_map_3), schedule.num_heads, schedule.seqlen_q)
     gl.warp_specialize(
         [
-            (consumer, (0, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
-            (consumer, (1, place, mask, tiles, seqlen_q, seqlen_k, rules, HEAD_DIM)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps), mask, tiles, schedule, rules)),
+            (consumer, (0, place, mask, tiles, schedule, rules, HEAD_DIM)),
+            (consumer, (1, place, mask, tiles, schedule, rules, HEAD_DIM)),
+            (producer, ((q_maps, k_maps, v_maps, dout_maps), mask, tiles, of_queries, schedule, counter_ptr, rules)),
         ],
         [4, 1],
         [240, 24],

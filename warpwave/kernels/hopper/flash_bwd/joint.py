@@ -17,15 +17,15 @@ Bound: tensor cores and shared memory take about as long (docs/notes/backward.md
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.dropout import Dropout, has_dropout, key_of, of_head
+from warpwave.kernels.hopper.dropout import has_dropout, key_of, of_call, of_head
 from warpwave.kernels.hopper.flash_bwd.band import (
+    Options,
     Rules,
     band_of,
     first_statistic,
     is_cut,
     query_span,
     tile_at,
-    with_dropout,
 )
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
@@ -49,6 +49,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     zero_tail,
 )
 from warpwave.kernels.hopper.flash_bwd.turns import Turns, pass_turn, rank_of, wait_for_turn
+from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -70,6 +71,7 @@ from warpwave.runtime.gluon_or_stub import (
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
+    with_fields,
 )
 
 GROUPS = gl.constexpr(2)
@@ -414,7 +416,7 @@ def consumer(
                 results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
             )
             head = work.head * heads.group_size + h
-            rules_of_head = with_dropout(rules, of_head(rules.dropout, dropout_key, work.batch, head))
+            rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
             steps = span.end - span.begin
             if ONE_LOOP:
                 for i in range(steps):
@@ -442,9 +444,11 @@ def consumer(
         meet()  # the other group's last dQ has read what these results overwrite
         if has_dropout(rules.dropout):
             dv = dv * rules.dropout.scale
-        store_result(dv, results.dv_maps[0], results.dv_ptr, results.strides_dv, tiles, work, GROUP, HEAD_DIM_V, rules)
-        dk = dk * results.softmax_scale
-        store_result(dk, results.dk_maps[0], results.dk_ptr, results.strides_dk, tiles, work, GROUP, HEAD_DIM, rules)
+        strides = (results.stride_dv_b, results.stride_dv_h, results.stride_dv_n)
+        store_result(dv, results.dv_maps[0], results.dv_ptr, strides, tiles, work, GROUP, HEAD_DIM_V, rules)
+        dk = dk * rules.softmax_scale
+        strides = (results.stride_dk_b, results.stride_dk_h, results.stride_dk_n)
+        store_result(dk, results.dk_maps[0], results.dk_ptr, strides, tiles, work, GROUP, HEAD_DIM, rules)
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -453,14 +457,8 @@ def consumer(
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
-    *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
-    *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows", "dropout_threshold"),
-]
 
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit
 def joint_kernel(
     q_map,
     k_map,
@@ -471,75 +469,24 @@ def joint_kernel(
     dq_map,
     dk_map,
     dv_map,
-    dk_ptr,
-    dv_ptr,
-    alibi_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dropout_seed_ptr,
+    gradients: KeyGradients,
+    schedule: KeySchedule,
+    call_options: Options,
+    dropout: Dropout,
     turns_ptr,
     counter_ptr,
-    stride_alibi_b,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dk_n,
-    stride_dv_b,
-    stride_dv_h,
-    stride_dv_n,
-    num_tiles,
-    num_heads,
-    num_heads_kv,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    statistic_rows,
-    scale,
-    softcap_log2,
-    softmax_scale,
-    dropout_threshold,
-    dropout_scale,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
     IS_DETERMINISTIC: gl.constexpr,
 ):
     """Processes blocks of 128 keys of one kv head until the counter is exhausted. Tensor maps have the axes (batch,
-    head, row, column), those of statistics (batch * head, row), that of dQ's sums (line, LINE).
+    head, row, column), those of statistics (batch * head, row), that of dQ's sums (line, LINE). In the schedule keys
+    take the place of queries (band.work_on_keys).
     """
-    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
-    dropout = ()
-    if dropout_seed_ptr is not None:
-        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, False, "", dropout,
-    )  # fmt: skip
-    heads = Heads(num_heads, group_size, statistic_rows)
+    rules = Rules(call_options, of_call(dropout))
+    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
     turns = Turns(turns_ptr, IS_DETERMINISTIC)
-    # Keys take the place of queries: see work_on_keys.
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
-        total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,
-    )  # fmt: skip
     dtype: gl.constexpr = q_map.dtype
     queries = stream_of((q_map,), lse_map, STAGES, GROUPS)
     dout = stream_of((dout_map,), delta_map, STAGES, GROUPS)
@@ -556,7 +503,7 @@ def joint_kernel(
         barriers(1),
         queries,
         dout,
-        gl.allocate_shared_memory(dtype, [BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
+        gl.allocate_shared_memory(dtype, [call_options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
         barriers(ADDERS * GROUPS),
         barriers(GROUPS),
@@ -571,17 +518,15 @@ def joint_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=READERS)
     fence_async_shared()
-    strides_dk = (stride_dk_b, stride_dk_h, stride_dk_n)
-    strides_dv = (stride_dv_b, stride_dv_h, stride_dv_n)
-    results = Results(
-        (dk_map,), (dv_map,), dk_ptr, dv_ptr, strides_dk, strides_dv, softmax_scale, alibi_slopes_ptr, stride_alibi_b
-    )
+    results = Results(gradients, (dk_map,), (dv_map,))
+    seqlen_q = schedule.seqlen_k
+    seqlen_k = schedule.seqlen_q
     maps = (q_map,), (k_map,), (v_map,), (dout_map,), lse_map, delta_map
     gl.warp_specialize(
         [
             (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, (), tiles, schedule, heads, rules)),
+            (producer, (maps, (), tiles, gradients, schedule, counter_ptr, heads, rules)),
             (adder, (0, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules)),
             (adder, (1, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],

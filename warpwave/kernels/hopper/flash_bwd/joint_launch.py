@@ -74,6 +74,8 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
+            "HAS_MASK": False,
+            "BIAS": "",
             "IS_DETERMINISTIC": problem.deterministic,
         },
         options={"num_warps": 4, "enable_fp_fusion": True},

@@ -133,7 +133,8 @@ def block_sizes(problem: AttentionProblem) -> list[int]:
 
 
 def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_of_row: int) -> list[Any]:
-    """Returns the run-time arguments of a launch that draws blocks of keys (band.work_on_keys), in its order.
+    """Returns the first numbers of a launch that draws blocks of keys (band.work_on_keys), in its order: those of
+    `groups.KeyGradients`, `groups.KeySchedule` and `band.Options`.
 
     Args:
         bytes_of_row: bytes of a query of a head in L2.
@@ -171,7 +172,8 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
 def of_queries(
     problem: AttentionProblem, tensors: Tensors, bytes_of_row: int, block_m: int, statistic_rows: int
 ) -> list[Any]:
-    """Returns the run-time arguments of a launch that draws tiles of `block_m` queries and writes dQ, in its order.
+    """Returns the first numbers of a launch that draws tiles of `block_m` queries and writes dQ, in its order: those of
+    `dq.OfQueries`, `groups.Schedule` and `band.Options`.
 
     Args:
         bytes_of_row: bytes of a key of a head in L2.
@@ -296,7 +298,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
     def given(t: Tensors) -> tuple[Any, ...]:
         work = t.workspace
         left = work.lse_log2, work.delta, work.turns, work.of_sinks
-        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *t.offsets, *left
+        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *left, *t.offsets
 
     return Step(
         launch.Launch(

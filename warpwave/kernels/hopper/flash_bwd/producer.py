@@ -4,12 +4,13 @@ from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, tile_at, work_on_keys
 from warpwave.kernels.hopper.flash_bwd.bias import bytes_of, load_bias
 from warpwave.kernels.hopper.flash_bwd.steps import load_rows, step_of, walk_of
+from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import first_column, tile_bytes
 from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
 
 
 @jit
-def producer(maps, mask, tiles, schedule, heads, rules):
+def producer(maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules):
     """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
     n = 0
@@ -17,8 +18,8 @@ def producer(maps, mask, tiles, schedule, heads, rules):
     t = gl.to_tensor(-1)
     while t < schedule.num_tiles:
         # One draw for the first tile and all others: of one before the loop, ptxas 12.8 leaves the warp diverged.
-        t = scheduler.draw_in_order(schedule.counter_ptr, schedule.num_tiles)
-        work = work_on_keys(schedule, t, rules)
+        t = scheduler.draw_in_order(counter_ptr, schedule.num_tiles)
+        work = work_on_keys(schedule, offsets, t, rules)
         band = band_of(work, rules)
         key_first = band.k_begin + work.tile * rules.BLOCK_N
         span = query_span(band, key_first, rules)

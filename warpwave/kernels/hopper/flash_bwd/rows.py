@@ -10,23 +10,23 @@ Bound: memory.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from warpwave.kernels.groups import Sequences, Window
 from warpwave.kernels.primitives import LOG2_E
+from warpwave.runtime.parameters import Specialized
 from warpwave.runtime.triton_or_stub import jit, tl
 
-UNSPECIALIZED = [
-    *(
-        "stride_lb",
-        "stride_lh",
-        "stride_dlb",
-        "stride_dlh",
-        "num_heads",
-        "num_tiles",
-        "seqlen_q",
-        "seqlen_k",
-        "total_q",
-    ),
-    *("total_k", "batch", "window_left", "window_right"),
-]
+UNSPECIALIZED = ["stride_lb", "stride_lh", "stride_dlb", "stride_dlh", "num_heads", "num_tiles", "batch"]
+
+
+class TokenStrides(NamedTuple):
+    """Strides of batch items, tokens, heads and elements."""
+
+    b: Specialized
+    m: Specialized
+    h: Specialized
+    d: Specialized
 
 
 @jit
@@ -38,53 +38,38 @@ def _clamped(cu_seqlens_ptr, b, total):
 
 
 @jit
-def place_of(
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    place,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    batch,
-    window_left,
-    window_right,
-    BLOCK_M: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+def place_of(place, sequences: Sequences, batch, window: Window, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr):
     """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
     see a key, [q_begin, q_end), the tile's number in the sequence, negative if it belongs to none, and the number of
     the packed sequence."""
     begin = 0
     item = 0
     tile = place
-    if IS_VARLEN:
+    seqlen_q = sequences.seqlen_q
+    seqlen_k = sequences.seqlen_k
+    if sequences.IS_VARLEN:
         # As in scheduler.packed_tile: the last sequence whose places begin here or before.
         before = 0
         for first in range(0, batch, 128):
             b = first + tl.arange(0, 128)
-            offsets = tl.load(cu_seqlens_q_ptr + b, mask=b < batch, other=0)
-            offsets = tl.minimum(tl.maximum(offsets, 0), total_q)
+            offsets = tl.load(sequences.cu_seqlens_q_ptr + b, mask=b < batch, other=0)
+            offsets = tl.minimum(tl.maximum(offsets, 0), sequences.total_q)
             before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < batch)).to(tl.int32), 0)
         item = tl.maximum(before - 1, 0)
-        begin, seqlen_q = _clamped(cu_seqlens_q_ptr, item, total_q)
-        _, seqlen_k = _clamped(cu_seqlens_k_ptr, item, total_k)
+        begin, seqlen_q = _clamped(sequences.cu_seqlens_q_ptr, item, sequences.total_q)
+        _, seqlen_k = _clamped(sequences.cu_seqlens_k_ptr, item, sequences.total_k)
         tile = place - (begin // BLOCK_M + item)
     q_begin = 0
     q_end = seqlen_q
-    if HAS_HIGH:
-        high = seqlen_k - seqlen_q + window_right
-        if TOP_LEFT:
+    if window.HAS_HIGH:
+        high = seqlen_k - seqlen_q + window.right
+        if window.TOP_LEFT:
             high = tl.minimum(high, 0)
         q_begin = tl.minimum(tl.maximum(-high, 0), seqlen_q)
-    if HAS_LOW:
-        q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window_left), q_begin)
-    if HAS_LOW and TOP_LEFT:  # as in band.band_of
-        q_end = tl.where(seqlen_k - seqlen_q - window_left > high, q_begin, q_end)
+    if window.HAS_LOW:
+        q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window.left), q_begin)
+    if window.HAS_LOW and window.TOP_LEFT:  # as in band.band_of
+        q_end = tl.where(seqlen_k - seqlen_q - window.left > high, q_begin, q_end)
     q_begin = q_begin // ALIGN * ALIGN
     q_end = tl.where(seqlen_k > 0, q_end, q_begin)
     return begin, seqlen_q, q_begin, q_end, tile, item
@@ -97,20 +82,12 @@ def statistics_kernel(
     lse_ptr,
     dlse_ptr,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
     lse_log2_ptr,
     delta_ptr,
     turns_ptr,
     of_sinks_ptr,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_od,
-    stride_gb,
-    stride_gm,
-    stride_gh,
-    stride_gd,
+    strides_o: TokenStrides,
+    strides_g: TokenStrides,
     stride_lb,
     stride_lh,
     stride_dlb,
@@ -118,21 +95,13 @@ def statistics_kernel(
     stride_dlm,
     num_heads,
     num_tiles,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    sequences: Sequences,
     batch,
-    window_left,
-    window_right,
+    window: Window,
     BLOCK_M: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     WIDTH_V: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Computes the statistics of one tile of queries of one head, and zeroes its count of turns.
@@ -145,20 +114,17 @@ def statistics_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, num_queries, q_begin, q_end, tile, _ = place_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
-    )  # fmt: skip
+    begin, num_queries, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = q_begin + tile * BLOCK_M
     lanes = tl.arange(0, BLOCK_M)
     inside = (first + lanes < q_end) & (tile >= 0)
     rows = (begin + first + lanes).to(tl.int64)
     dims = tl.arange(0, WIDTH_V)
     cells = inside[:, None] & (dims < HEAD_DIM_V)[None, :]
-    out_ptr += item * stride_ob + head * stride_oh
-    dout_ptr += item * stride_gb + head * stride_gh
-    out = tl.load(out_ptr + rows[:, None] * stride_om + dims[None, :] * stride_od, mask=cells, other=0.0)
-    dout = tl.load(dout_ptr + rows[:, None] * stride_gm + dims[None, :] * stride_gd, mask=cells, other=0.0)
+    out_ptr += item * strides_o.b + head * strides_o.h
+    dout_ptr += item * strides_g.b + head * strides_g.h
+    out = tl.load(out_ptr + rows[:, None] * strides_o.m + dims[None, :] * strides_o.d, mask=cells, other=0.0)
+    dout = tl.load(dout_ptr + rows[:, None] * strides_g.m + dims[None, :] * strides_g.d, mask=cells, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
         dlse = tl.load(
@@ -188,28 +154,18 @@ def statistics_kernel(
 def finish_dq_kernel(
     dq_sums_ptr,
     dq_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
     stride_qb,
     stride_qm,
     stride_qh,
     num_heads,
     num_tiles,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    sequences: Sequences,
     batch,
-    window_left,
-    window_right,
+    window: Window,
     softmax_scale,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Computes dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in
@@ -218,10 +174,7 @@ def finish_dq_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, _, q_begin, q_end, tile, _ = place_of(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, seqlen_q, seqlen_k, total_q, total_k, batch, window_left,
-        window_right, BLOCK_M, HAS_LOW, HAS_HIGH, TOP_LEFT, IS_VARLEN, ALIGN,
-    )  # fmt: skip
+    begin, _, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.
     UPRIGHT: tl.constexpr = BLOCK_M // 64

@@ -16,8 +16,9 @@ Bound: tensor cores (docs/notes/float32.md).
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.dropout import Dropout, has_dropout, key_of, of_head
+from warpwave.kernels.hopper.dropout import has_dropout, key_of, of_call, of_head
 from warpwave.kernels.hopper.flash_bwd.band import (
+    Options,
     Rules,
     band_of,
     first_statistic,
@@ -25,8 +26,6 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     query_span,
     tile_at,
     visible,
-    with_dropout,
-    with_scale,
     work_on_keys,
 )
 from warpwave.kernels.hopper.flash_bwd.split_rows import OF_DK, OF_SCORES, OF_VALUES, PARTS, ROWS
@@ -53,6 +52,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     statistics_of,
     stream_of,
 )
+from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -65,7 +65,7 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
 )
 from warpwave.kernels.hopper.split_float32 import zero_slices
-from warpwave.runtime.gluon_or_stub import aggregate, fence_async_shared, gl, jit, mbarrier
+from warpwave.runtime.gluon_or_stub import aggregate, fence_async_shared, gl, jit, mbarrier, with_fields
 
 GROUPS = gl.constexpr(2)
 
@@ -96,30 +96,17 @@ class Tiles:
 
 @aggregate
 class Given:
-    """The data of a block besides its tiles, and the destination of dK and dV: addresses and strides of batch, head and
-    row.
+    """The destination of dK and dV, and the units of tiles of queries (split_rows.py)."""
 
-    Args:
-        units_ptr: of the tiles of queries (split_rows.py).
-    """
-
+    gradients: KeyGradients
     units_ptr: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    stride_alibi_b: gl.tensor
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
-    strides_dk: gl.tuple
-    strides_dv: gl.tuple
-    softmax_scale: gl.tensor
-    HEAD_DIM: gl.constexpr
-    HEAD_DIM_V: gl.constexpr
 
 
 # The producer ---------------------------------------------------------------------------------------------------------
 
 
 @jit
-def producer(maps, tiles, schedule, heads, rules):
+def producer(maps, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules):
     """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
     n = 0
@@ -127,8 +114,8 @@ def producer(maps, tiles, schedule, heads, rules):
     t = gl.to_tensor(-1)
     while t < schedule.num_tiles:
         # One draw for the first tile and all others: of one before the loop, ptxas 12.8 leaves the warp diverged.
-        t = scheduler.draw_in_order(schedule.counter_ptr, schedule.num_tiles)
-        work = work_on_keys(schedule, t, rules)
+        t = scheduler.draw_in_order(counter_ptr, schedule.num_tiles)
+        work = work_on_keys(schedule, offsets, t, rules)
         band = band_of(work, rules)
         key_first = band.k_begin + work.tile * ROWS
         span = query_span(band, key_first, rules)
@@ -189,7 +176,7 @@ def sum_values(tiles, work, n, given, heads, rules):
     for _ in range(count * heads.group_size):
         row_first = row_of(span, place, band, rules)
         units = units_at(given, work, head, span, place, heads, rules)
-        of_tile = with_scale(rules, gl.load(units + OF_SCORES))
+        of_tile = with_fields(rules, scale=gl.load(units + OF_SCORES))
         factor = gl.load(units + OF_VALUES)
         slope = slope_of(given.alibi_slopes_ptr, given.stride_alibi_b, work, head, rules)
         wait_full(tiles.queries.ring, n)
@@ -198,9 +185,8 @@ def sum_values(tiles, work, n, given, heads, rules):
         p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, none, none, True, False, of_tile)
         if is_cut(span, place):
             p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
-        p = signed(p, row_first, key_first, True, with_dropout(
-            rules, of_head(rules.dropout, dropout_key, work.batch, head)
-        ))  # fmt: skip
+        of_this_head = of_head(rules.dropout, dropout_key, work.batch, head)
+        p = signed(p, row_first, key_first, True, with_fields(rules, dropout=of_this_head))
         passed = p
         if rules.HAS_SOFTCAP:
             passed = p * cap
@@ -257,7 +243,10 @@ def per_row(factor):
 
 
 @jit
-def consumer(GROUP: gl.constexpr, given, tiles, seqlen_q, seqlen_k, heads, rules):
+def consumer(
+    GROUP: gl.constexpr, given, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
     """Computes dV (group 0) or dK (group 1) of each block."""
     n = 0  # tiles of queries processed so far
     messages = 0
@@ -285,14 +274,15 @@ def consumer(GROUP: gl.constexpr, given, tiles, seqlen_q, seqlen_k, heads, rules
             factor = 1.0
             if has_dropout(rules.dropout):
                 factor = rules.dropout.scale
+            strides = (given.stride_dv_b, given.stride_dv_h, given.stride_dv_n)
             store_slices(
-                sums, tiles.dout.ring, factor, given.dv_ptr, given.strides_dv, batch, work.head, key, key_end,
-                given.HEAD_DIM_V,
+                sums, tiles.dout.ring, factor, given.dv_ptr, strides, batch, work.head, key, key_end, HEAD_DIM_V
             )  # fmt: skip
         else:
+            strides = (given.stride_dk_b, given.stride_dk_h, given.stride_dk_n)
             store_slices(
-                sums, tiles.queries.ring, given.softmax_scale, given.dk_ptr, given.strides_dk, batch, work.head, key,
-                key_end, given.HEAD_DIM,
+                sums, tiles.queries.ring, rules.softmax_scale, given.dk_ptr, strides, batch, work.head, key, key_end,
+                HEAD_DIM,
             )  # fmt: skip
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
@@ -301,14 +291,8 @@ def consumer(GROUP: gl.constexpr, given, tiles, seqlen_q, seqlen_k, heads, rules
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_dk_b", "stride_dk_h", "stride_dk_n", "stride_dv_b", "stride_dv_h", "stride_dv_n"),
-    *("num_tiles", "num_heads", "num_heads_kv", "group_size", "batch", "tiles_per_head", "heads_in_l2", "seqlen_q"),
-    *("seqlen_k", "total_q", "total_k", "window_left", "window_right", "statistic_rows", "dropout_threshold"),
-]
 
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit
 def split_dkv_kernel(
     q_map,
     q_map_2,
@@ -324,77 +308,28 @@ def split_dkv_kernel(
     dout_map_3,
     lse_map,
     delta_map,
-    dk_ptr,
-    dv_ptr,
+    gradients: KeyGradients,
+    schedule: KeySchedule,
+    call_options: Options,
+    dropout: Dropout,
     units_ptr,
-    alibi_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dropout_seed_ptr,
     counter_ptr,
-    stride_alibi_b,
-    stride_dk_b,
-    stride_dk_h,
-    stride_dk_n,
-    stride_dv_b,
-    stride_dv_h,
-    stride_dv_n,
-    num_tiles,
-    num_heads,
-    num_heads_kv,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    statistic_rows,
-    scale,
-    softcap_log2,
-    softmax_scale,
-    dropout_threshold,
-    dropout_scale,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
 ):
     """Processes blocks of 64 keys of one kv head until the counter is exhausted.
 
     Tensor maps have the axes (batch, head and part, row of whole tiles, column), one for each piece of a tile's width,
-    absent ones None; maps of statistics (batch * head, row).
+    absent ones None; maps of statistics (batch * head, row). In the schedule keys take the place of queries
+    (band.work_on_keys).
     """
-    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    dropout = ()
-    if dropout_seed_ptr is not None:
-        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, ROWS, ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, False, "", dropout,
-    )  # fmt: skip
-    heads = Heads(num_heads, group_size, statistic_rows)
-    # Keys take the place of queries: see work_on_keys.
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_heads_kv, group_size, batch, tiles_per_head, heads_in_l2, seqlen_k, seqlen_q,
-        total_k, total_q, cu_seqlens_k_ptr, cu_seqlens_q_ptr,
-    )  # fmt: skip
+    rules = Rules(call_options, of_call(dropout))
+    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
@@ -419,15 +354,15 @@ def split_dkv_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
-    given = Given(
-        units_ptr, alibi_slopes_ptr, stride_alibi_b, dk_ptr, dv_ptr, (stride_dk_b, stride_dk_h, stride_dk_n),
-        (stride_dv_b, stride_dv_h, stride_dv_n), softmax_scale, HEAD_DIM, HEAD_DIM_V,
-    )  # fmt: skip
+    given = Given(gradients, units_ptr)
+    seqlen_q = schedule.seqlen_k
+    seqlen_k = schedule.seqlen_q
+    maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map
     gl.warp_specialize(
         [
-            (consumer, (0, given, tiles, seqlen_q, seqlen_k, heads, rules)),
-            (consumer, (1, given, tiles, seqlen_q, seqlen_k, heads, rules)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map), tiles, schedule, heads, rules)),
+            (consumer, (0, given, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (consumer, (1, given, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (producer, (maps, tiles, gradients, schedule, counter_ptr, heads, rules)),
         ],
         [4, 1],
         [240, 24],

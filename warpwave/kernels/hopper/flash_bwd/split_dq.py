@@ -19,18 +19,12 @@ Bound: tensor cores (docs/notes/float32.md).
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.dropout import Dropout, key_of, of_head
-from warpwave.kernels.hopper.flash_bwd.band import (
-    Rules,
-    band_of,
-    first_statistic,
-    key_tiles,
-    visible,
-    with_dropout,
-    with_scale,
-)
-from warpwave.kernels.hopper.flash_bwd.dq import is_cut, statistic
+from warpwave.kernels.hopper.dropout import key_of, of_call, of_head
+from warpwave.kernels.hopper.flash_bwd.band import Options, Rules, band_of, first_statistic, key_tiles, visible
+from warpwave.kernels.hopper.flash_bwd.dq import OfQueries, is_cut, statistic
 from warpwave.kernels.hopper.flash_bwd.split_rows import OF_DQ, OF_DS, OF_SCORES, PARTS, ROWS
 from warpwave.kernels.hopper.flash_bwd.split_steps import (
     add_products,
@@ -43,6 +37,7 @@ from warpwave.kernels.hopper.flash_bwd.split_steps import (
     units_of,
 )
 from warpwave.kernels.hopper.flash_bwd.steps import gradient, places, probabilities, signed, slope_of
+from warpwave.kernels.hopper.groups import Dropout, Schedule
 from warpwave.kernels.hopper.parts import (
     Ring,
     accumulator_layout,
@@ -61,7 +56,16 @@ from warpwave.kernels.hopper.parts import (
 )
 from warpwave.kernels.hopper.softmax import partial_sums
 from warpwave.kernels.hopper.split_float32 import slice_column, zero_slices
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, mbarrier
+from warpwave.runtime.gluon_or_stub import (
+    aggregate,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    with_fields,
+)
+from warpwave.runtime.parameters import Pointer
 
 GROUPS = gl.constexpr(2)
 
@@ -85,49 +89,37 @@ class Tiles:
     box: scheduler.Mailbox
 
 
+class OfParts(NamedTuple):
+    """Sums of rows, units of tiles of queries, and centers of k (split_rows.py)."""
+
+    sums_ptr: Pointer
+    units_ptr: Pointer
+    centers_ptr: Pointer
+
+
 @aggregate
 class Place:
-    """The destination of dQ, and the data of a group's queries besides Q and dO.
+    """The data of queries and of their parts. Items have `num_heads` heads and up to `longest` queries."""
 
-    Args:
-        lse_ptr, delta_ptr, sums_ptr, units_ptr, centers_ptr: of split_rows.py: `statistic_rows` of each of the
-            `num_heads` heads of an item.
-        dq_ptr, strides_dq: of dQ; strides of batch, head and row.
-        of_slopes_ptr: each query's contribution to the gradient of its head's ALiBi slope, (batch, head, `longest`
-            queries); unused unless WRITE_DSLOPES.
-    """
-
-    lse_ptr: gl.tensor
-    delta_ptr: gl.tensor
-    sums_ptr: gl.tensor
-    units_ptr: gl.tensor
-    centers_ptr: gl.tensor
+    of_queries: OfQueries
+    of_parts: OfParts
     num_heads: gl.tensor
     group_size: gl.tensor
-    statistic_rows: gl.tensor
-    dq_ptr: gl.tensor
-    strides_dq: gl.tuple
-    softmax_scale: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    stride_alibi_b: gl.tensor
-    of_slopes_ptr: gl.tensor
     longest: gl.tensor
-    HEAD_DIM: gl.constexpr
-    WRITE_DSLOPES: gl.constexpr
 
 
 # The producer ---------------------------------------------------------------------------------------------------------
 
 
 @jit
-def producer(maps, tiles, schedule, rules):
+def producer(maps, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules):
     """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
     q_maps, k_maps, v_maps, dout_maps = maps
     n = 0
     messages = 0
     t = gl.program_id(0)
     while t < schedule.num_tiles:
-        work = scheduler.tile_of(schedule, t, rules.BLOCK_M, rules.HAS_HIGH, rules.IS_VARLEN)
+        work = scheduler.tile_of(schedule, offsets, t, rules.BLOCK_M, rules.HAS_HIGH, rules.IS_VARLEN)
         band = band_of(work, rules)
         row_first = band.q_begin + work.tile * rules.BLOCK_M
         begin, end = key_tiles(band, row_first, row_first + rules.BLOCK_M, rules)
@@ -148,7 +140,7 @@ def producer(maps, tiles, schedule, rules):
                     load_tile(tiles.keys, k_maps, n + 1, batch, kv_head, key + (j + 1) * ROWS)
                 n += 1
             messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+        t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
     zero = gl.to_tensor(0)
     none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
     scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
@@ -184,19 +176,20 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
-    line = (batch * place.num_heads + work.head).to(gl.int64) * place.statistic_rows
+    line = (batch * place.num_heads + work.head).to(gl.int64) * rules.statistic_rows
     row = first_statistic(work, ROWS, rules) + (row_first - band.q_begin)
     # A group behind the last query may be behind the last tile of statistics, too.
     rows_left = band.q_end - row_first
     lse = statistic(place.lse_ptr, line + row, rows_left, float("inf"), ROWS)
     delta = statistic(place.delta_ptr, line + row, rows_left, 0.0, ROWS)
     own = gl.where(rows_left > 0, row, 0)
-    units = units_of(place.units_ptr, batch, work.head, own, place.num_heads, place.statistic_rows)
-    of_tile = with_scale(rules, gl.load(units + OF_SCORES))
+    units = units_of(place.units_ptr, batch, work.head, own, place.num_heads, rules.statistic_rows)
+    of_tile = with_fields(rules, scale=gl.load(units + OF_SCORES))
     exponent = gl.load(units + OF_DQ).to(gl.int32)
     slope = slope_of(place.alibi_slopes_ptr, place.stride_alibi_b, work, work.head, rules)
     dq = zero_slices(tiles.keys)
-    dropping = with_dropout(rules, of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head))
+    of_this_head = of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head)
+    rules_of_head = with_fields(rules, dropout=of_this_head)
     none = gl.to_tensor(0)
     total = partial_sums(zero_accumulator(ROWS), ROWS)  # of dS; of P times the softcap's derivative; for the slopes
     derivative = total
@@ -211,7 +204,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
         wait_full(tiles.values, n)
         y = scores_of_parts(tiles.dout, GROUP, tiles.values, n)
         hand_back_multiplied(tiles.values, n)
-        ds = gradient(signed(p, row_first, key_first, False, dropping), y, delta, rules)
+        ds = gradient(signed(p, row_first, key_first, False, rules_of_head), y, delta, rules_of_head)
         if is_cut(row_first, key_first, band, rules):
             # Applied here and not to P: dP of hidden pairs may be NaN.
             ds = gl.where(visible(ds, band, row_first, key_first, False, rules), ds, 0.0)
@@ -274,18 +267,18 @@ def row_width(pieces):
 
 
 @jit
-def consumer(GROUP: gl.constexpr, place, tiles, seqlen_q, seqlen_k, rules):
+def consumer(GROUP: gl.constexpr, place, tiles, schedule: Schedule, rules, HEAD_DIM: gl.constexpr):
     """Computes dQ of the GROUP-th 64 queries of each block."""
     n = 0  # tiles of keys processed so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
-    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(GROUP), messages & 1)
         dq, excess, n = sum_queries(GROUP, tiles, work, n, place, rules)
         arrive_alone(tiles.empty.index(GROUP))  # only products have read Q or dO
         # Reading the message again is cheaper than keeping its words in registers through the loop.
-        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
         dq = without_excess(dq, excess, place, work, tiles)
         band = band_of(work, rules)
@@ -296,25 +289,19 @@ def consumer(GROUP: gl.constexpr, place, tiles, seqlen_q, seqlen_k, rules):
             batch = gl.to_tensor(0)
             row += work.q_begin
             row_end += work.q_begin
+        strides = (place.stride_dq_b, place.stride_dq_h, place.stride_dq_m)
         store_slices(
-            dq, tiles.keys, place.softmax_scale, place.dq_ptr, place.strides_dq, batch, work.head, row, row_end,
-            place.HEAD_DIM,
+            dq, tiles.keys, rules.softmax_scale, place.dq_ptr, strides, batch, work.head, row, row_end, HEAD_DIM
         )  # fmt: skip
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
-        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_dq_b", "stride_dq_h", "stride_dq_m", "num_tiles", "num_heads", "group_size", "batch"),
-    *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
-    *("statistic_rows", "dropout_threshold"),
-]
 
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit
 def split_dq_kernel(
     q_map,
     q_map_2,
@@ -328,78 +315,26 @@ def split_dq_kernel(
     dout_map,
     dout_map_2,
     dout_map_3,
-    lse_ptr,
-    delta_ptr,
-    sums_ptr,
-    dq_ptr,
-    units_ptr,
-    centers_ptr,
-    alibi_slopes_ptr,
-    of_slopes_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    dropout_seed_ptr,
+    of_queries: OfQueries,
+    schedule: Schedule,
+    call_options: Options,
+    of_parts: OfParts,
+    dropout: Dropout,
     counter_ptr,
-    stride_alibi_b,
-    stride_dq_b,
-    stride_dq_h,
-    stride_dq_m,
-    num_tiles,
-    num_heads,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    statistic_rows,
-    scale,
-    softcap_log2,
-    softmax_scale,
-    dropout_threshold,
-    dropout_scale,
     STAGES: gl.constexpr,
     STAGES_V: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    WRITE_DSLOPES: gl.constexpr,
 ):
     """Processes tiles of 128 queries of one head until the counter is exhausted.
 
     Tensor maps have the axes (batch, head and part, row of whole tiles, column), one for each piece of a tile's width,
     absent ones None. Statistics are (batch * head, row).
     """
-    if not IS_VARLEN:  # aggregates cannot hold None, so the counter stands in for pointers that are never read
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
-    if not WRITE_DSLOPES:
-        of_slopes_ptr = counter_ptr
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
-    dropout = ()
-    if dropout_seed_ptr is not None:
-        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, GROUPS * ROWS, ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, IS_VARLEN, False, "", dropout,
-    )  # fmt: skip
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
-        total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
+    rules = Rules(call_options, of_call(dropout))
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
@@ -421,16 +356,13 @@ def split_dq_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
-    place = Place(
-        lse_ptr, delta_ptr, sums_ptr, units_ptr, centers_ptr, num_heads, group_size, statistic_rows, dq_ptr,
-        (stride_dq_b, stride_dq_h, stride_dq_m), softmax_scale, alibi_slopes_ptr, stride_alibi_b, of_slopes_ptr,
-        seqlen_q, HEAD_DIM, WRITE_DSLOPES,
-    )  # fmt: skip
+    place = Place(of_queries, of_parts, schedule.num_heads, schedule.group_size, schedule.seqlen_q)
+    maps = q_maps, k_maps, v_maps, dout_maps
     gl.warp_specialize(
         [
-            (consumer, (0, place, tiles, seqlen_q, seqlen_k, rules)),
-            (consumer, (1, place, tiles, seqlen_q, seqlen_k, rules)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps), tiles, schedule, rules)),
+            (consumer, (0, place, tiles, schedule, rules, HEAD_DIM)),
+            (consumer, (1, place, tiles, schedule, rules, HEAD_DIM)),
+            (producer, (maps, tiles, of_queries, schedule, counter_ptr, rules)),
         ],
         [4, 1],
         [240, 24],

@@ -137,7 +137,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         return *_sources(t), t.workspace.lse_log2, t.workspace.delta
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.dk, t.dv, t.workspace.units, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed
+        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed, t.workspace.units
 
     sources = mapped(tensors)
     of_rows = [launches.statistic_plan(source, sources[source], GROUP_ROWS) for source in (4, 5)]
@@ -151,10 +151,14 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             *dropout.scalars(problem.dropout_p),
         ],
         constants={
+            "BLOCK_M": GROUP_ROWS,
+            "BLOCK_N": GROUP_ROWS,
             "STAGES": config.num_stages,
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
+            "HAS_MASK": False,
+            "BIAS": "",
         },
         options=OPTIONS,
     )
@@ -164,8 +168,8 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
     def beside(t: Tensors) -> tuple[Any, ...]:
         work = t.workspace
-        of_rows = (work.lse_log2, work.delta, work.sums, t.dq, work.units, work.centers)
-        return *of_rows, t.operands.alibi_slopes, t.of_slopes, *t.offsets, t.operands.dropout_seed
+        of_rows = (work.lse_log2, work.delta, t.dq, t.operands.alibi_slopes, t.of_slopes)
+        return *of_rows, *t.offsets, work.sums, work.units, work.centers, t.operands.dropout_seed
 
     plans, block_m = _plans(problem, _sources(tensors)), 2 * GROUP_ROWS
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
@@ -180,10 +184,14 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             *dropout.scalars(problem.dropout_p),
         ],
         constants={
+            "BLOCK_M": block_m,
+            "BLOCK_N": GROUP_ROWS,
             "STAGES": config.num_stages,
             "STAGES_V": stages_v,
             "HEAD_DIM": problem.head_dim,
             **launches.constants_of(problem),
+            "HAS_MASK": False,
+            "BIAS": "",
             "WRITE_DSLOPES": tensors.of_slopes is not None,
         },
         options=OPTIONS,

@@ -172,11 +172,7 @@ def split_rows_kernel(
         pid -= 2 * of_keys
         place, batch_head = pid % tiles_q, pid // tiles_q
         head = batch_head % num_heads_q
-        begin, _, q_begin, q_end, tile, item = place_of(
-            sequences.cu_seqlens_q_ptr, sequences.cu_seqlens_k_ptr, place, sequences.seqlen_q, sequences.seqlen_k,
-            sequences.total_q, sequences.total_k, batch, window.left, window.right, ROWS, window.HAS_LOW,
-            window.HAS_HIGH, window.TOP_LEFT, sequences.IS_VARLEN, ALIGN,
-        )  # fmt: skip
+        begin, _, q_begin, q_end, tile, item = place_of(place, sequences, batch, window, ROWS, ALIGN)
         line = head.to(tl.int64) * lse_tensor.stride_h
         if not sequences.IS_VARLEN:
             item = batch_head // num_heads_q
@@ -213,7 +209,8 @@ def split_rows_kernel(
             magnitudes = tl.abs(dlse)
             largest = tl.max(tl.where(magnitudes < float("inf"), magnitudes, 0.0), 0)
             bits = (largest.to(tl.int32, bitcast=True) >> 23) - 127
-            exponent = tl.maximum(tl.minimum(exponent, LARGEST_DLSE - bits - v_exponent), -126)
+            most = LARGEST_DLSE - bits - v_exponent
+            exponent = tl.maximum(tl.minimum(exponent, most), -126)
         dout *= power_of_two(exponent)
         _store_parts(dout, dout_parts_ptr, batch_head, place, tiles_q, WIDTH_V, BLOCK_DV, IS_NVIDIA)
 

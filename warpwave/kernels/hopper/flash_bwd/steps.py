@@ -1,8 +1,11 @@
 """Building blocks of Hopper's backward kernels: probabilities, rings of queries, stores of gradients."""
 
+# No postponed annotations here: an aggregate's fields are checked against its annotations.
+
 from warpwave.kernels.hopper.dropout import drop, has_dropout
 from warpwave.kernels.hopper.flash_bwd.band import begins_early, tile_at, visible
 from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
+from warpwave.kernels.hopper.groups import KeyGradients, Mask
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
     LOG2_E,
@@ -48,62 +51,39 @@ class Heads:
 
 @aggregate
 class Results:
-    """The destination of dK and dV: tensor maps of their pieces, addresses, and strides of batch, head and row. Also
-    the factor of dK, and ALiBi's slopes."""
+    """The destination of dK and dV with the tensor maps of their pieces."""
 
+    gradients: KeyGradients
     dk_maps: object
     dv_maps: object
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
-    strides_dk: gl.tuple
-    strides_dv: gl.tuple
-    softmax_scale: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    stride_alibi_b: gl.tensor
-
-
-@aggregate
-class Mask:
-    """A packed mask (prepass/mask_bits.py). Its rows are keys if scores are computed transposed.
-
-    Args:
-        words_ptr, strides: its words, and their strides of batch, head, tile of columns and row.
-        walks_ptr, walk_strides: lists of the steps of a block that show a pair (launches.with_walks), and strides of
-            batch, head and block.
-    """
-
-    words_ptr: gl.tensor
-    strides: gl.tuple
-    walks_ptr: gl.tensor
-    walk_strides: gl.tuple
 
 
 @jit
-def mask_lines(mask, work, row_first, rows_end, WIDTH: gl.constexpr, rules):
+def mask_lines(mask: Mask, work, row_first, rows_end, WIDTH: gl.constexpr, rules):
     """Returns the addresses of the words of 64 rows of the first head, 0 without a mask."""
     lines = gl.to_tensor(0)
     if rules.HAS_MASK:
-        first = mask.words_ptr + work.batch.to(gl.int64) * mask.strides[0]
-        lines = lines_of_rows(first, mask.strides[3], row_first, rows_end, WIDTH)
+        first = mask.words_ptr + work.batch.to(gl.int64) * mask.stride_words_b
+        lines = lines_of_rows(first, mask.stride_words_m, row_first, rows_end, WIDTH)
     return lines
 
 
 @jit
-def mask_words(mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
+def mask_words(mask: Mask, lines, head, column_first, WIDTH: gl.constexpr, rules):
     """Returns the words of a tile of a head, 0 without a mask."""
     words = gl.to_tensor(0)
     if rules.HAS_MASK:
-        words = load_words(lines + head.to(gl.int64) * mask.strides[1], mask.strides[2], column_first, WIDTH)
+        words = load_words(lines + head.to(gl.int64) * mask.stride_words_h, mask.stride_words_t, column_first, WIDTH)
     return words
 
 
 @jit
-def walk_of(mask, work, block, rules):
+def walk_of(mask: Mask, work, block, rules):
     """Returns the address of the list of a block's steps, 0 without a mask. The number of steps comes first."""
     walk = gl.to_tensor(0)
     if rules.HAS_MASK:
-        walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.walk_strides[0]
-        walk += work.head.to(gl.int64) * mask.walk_strides[1] + block.to(gl.int64) * mask.walk_strides[2]
+        walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.stride_walks_b
+        walk += work.head.to(gl.int64) * mask.stride_walks_h + block.to(gl.int64) * mask.stride_walks_t
     return walk
 
 

@@ -26,6 +26,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     without_unseen,
     word_of,
 )
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -68,14 +69,14 @@ from warpwave.kernels.hopper.split_float32 import (
     store_float32,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block, with_dropout
+from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
     gl,
     jit,
     mbarrier,
     tma,
+    with_fields,
 )
 
 
@@ -291,32 +292,19 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
 
 @aggregate
 class Consumer:
-    """State of a consumer. The counter stands in for absent pointers, which are never read.
+    """State of a consumer.
 
     Args:
-        out_maps, out_tiles, out_ptr: out's tensor maps, their buffers, and out's address in float32.
-        lse_ptr, stride_lb, stride_lh: the log-sum-exp, and its strides along batches and heads.
-        alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
-        inverses_ptr, q_inverses_ptr: inverse scales of float32 operands, for K and V, and for Q.
+        out_maps, out_tiles: out's tensor maps and their buffers.
+        inverses_ptr, q_inverses_ptr: inverse scales of K and V, and of Q, if float32 is scaled; else absent.
         q_tiles, q_full, q_empty: the queries of a block and their barriers.
         k_ring, v_ring, box: the rings that the producer fills, and its messages.
         beside: `mask_bias.Beside`, or () without a mask or bias.
     """
 
     out_maps: gl.tuple
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    sinks_ptr: gl.tensor
-    inverses_ptr: gl.tensor
-    q_inverses_ptr: gl.tensor
-    stride_alibi_b: gl.tensor
-    stride_lb: gl.tensor
-    stride_lh: gl.tensor
-    num_heads: gl.tensor
-    group_size: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
+    inverses_ptr: object
+    q_inverses_ptr: object
     q_tiles: gl.tuple
     out_tiles: gl.tuple
     q_full: gl.shared_memory_descriptor
@@ -327,39 +315,9 @@ class Consumer:
     rules: Rules
     beside: object
 
-    @constexpr_function
-    def __init__(
-        self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, inverses_ptr, q_inverses_ptr, stride_alibi_b,
-        stride_lb, stride_lh, num_heads, group_size, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring,
-        v_ring, box, rules, beside,
-    ):  # fmt: skip
-        self.out_maps = out_maps
-        self.out_ptr = out_ptr
-        self.lse_ptr = lse_ptr
-        self.alibi_slopes_ptr = alibi_slopes_ptr
-        self.sinks_ptr = sinks_ptr
-        self.inverses_ptr = inverses_ptr
-        self.q_inverses_ptr = q_inverses_ptr
-        self.stride_alibi_b = stride_alibi_b
-        self.stride_lb = stride_lb
-        self.stride_lh = stride_lh
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.q_tiles = q_tiles
-        self.out_tiles = out_tiles
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-        self.box = box
-        self.rules = rules
-        self.beside = beside
-
 
 @jit
-def consumer(GROUP: gl.constexpr, role):
+def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
     """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty
@@ -377,7 +335,7 @@ def consumer(GROUP: gl.constexpr, role):
     n = 0  # tiles of K and V consumed so far
     messages = 0
     scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+    work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
         if is_added(beside):
@@ -385,7 +343,7 @@ def consumer(GROUP: gl.constexpr, role):
         block_begin, block_end = tiles_of_block(keys, work, rules)
         place, begin, whole_begin, whole_end, end = place_of_group(work, keys, block_begin, block_end, GROUP, rules)
         if rules.HAS_ALIBI:
-            slope = gl.load(role.alibi_slopes_ptr + work.batch * role.stride_alibi_b + work.head)
+            slope = gl.load(queries.alibi_slopes_ptr + work.batch * queries.stride_alibi_b + work.head)
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         if is_added(beside):
             place = with_lines(place, beside, work, box, messages, GROUP, rules)
@@ -398,12 +356,13 @@ def consumer(GROUP: gl.constexpr, role):
         rules_of_head = rules
         if is_scaled(rules):
             rules_of_head = scaled_rules(
-                role.inverses_ptr, role.q_inverses_ptr, work, GROUP, role.num_heads, role.group_size, rules
+                role.inverses_ptr, role.q_inverses_ptr, work, GROUP, schedule.num_heads, schedule.group_size, rules
             )
         if has_factors(rules.factors):
             rules_of_head = rules_of_queries(rules.factors, place.row_first, work, rules)
         if has_dropout(rules.dropout):
-            rules_of_head = with_dropout(rules_of_head, of_head(rules.dropout, dropout_key, work.batch, work.head))
+            of_this_head = of_head(rules.dropout, dropout_key, work.batch, work.head)
+            rules_of_head = with_fields(rules_of_head, dropout=of_this_head)
         n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()
@@ -432,7 +391,7 @@ def consumer(GROUP: gl.constexpr, role):
             )
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
-        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
         row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         l_out = l_row
@@ -441,35 +400,45 @@ def consumer(GROUP: gl.constexpr, role):
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         far = is_far(m_i)  # the sink's logit does not come from the bias
         if rules.HAS_SINKS:
-            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(role.sinks_ptr + work.head) * LOG2_E)
+            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(queries.sinks_ptr + work.head) * LOG2_E)
         saw_nothing, factor = factors_of_out(l_row, l_out, factor, rules)
         if has_dropout(rules.dropout):
             factor = factor * rules.dropout.scale
         inverse = 1.0
         if is_scaled(rules):
-            inverse = inverse_of_values(role.inverses_ptr, work, role.num_heads, role.group_size, rules.PARTS)
+            inverse = inverse_of_values(role.inverses_ptr, work, schedule.num_heads, schedule.group_size, rules.PARTS)
         out = ()
         for i in gl.static_range(len(acc)):
             out = out + (gl.where(like(saw_nothing, acc[i]), 0.0, acc[i] * like(factor, acc[i]) * inverse),)
         if rules.WRITE_LSE:
-            store_lse(m_i, l_row, role.lse_ptr, role.stride_lb, role.stride_lh, work, row_first, rules)
+            store_lse(m_i, l_row, queries.lse_ptr, queries.stride_lb, queries.stride_lh, work, row_first, rules)
         if is_float32(rules):
-            store_float32(out, v_ring, role.out_ptr, work, row_first, role.num_heads, rules)
+            store_float32(out, v_ring, queries.out_ptr, work, row_first, schedule.num_heads, rules)
         elif is_added(beside):
             wanted = level_wanted(out, saw_nothing, far, scheduler.careful_level(box, messages), beside)
             if (row_first < work.seqlen_q) & (wanted == 0):
                 store_out(
-                    out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules
+                    out,
+                    role.out_maps,
+                    role.out_tiles,
+                    queries.out_ptr,
+                    work,
+                    row_first,
+                    schedule.num_heads,
+                    GROUP,
+                    rules,
                 )
             if wanted != 0:
                 scheduler.ask_again(box, messages, wanted)
         elif row_first < work.seqlen_q:
-            store_out(out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules)
+            store_out(
+                out, role.out_maps, role.out_tiles, queries.out_ptr, work, row_first, schedule.num_heads, GROUP, rules
+            )
         if not rules.OWN_OUT:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         scheduler.discard(box, messages)
         messages += 1
         scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     tma.store_wait(0)

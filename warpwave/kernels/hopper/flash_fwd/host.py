@@ -50,7 +50,7 @@ NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
 QUANTIZED = True
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
-BIAS_SOURCE = 4 + 8  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
+BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
 
 
 def bind(
@@ -122,7 +122,7 @@ class Binder:
             if pack is not None:
                 words = make_words()
                 pack(mask, words)
-            others = (None, words, bias, operands.dropout_seed, *_factors(operands))
+            others = (words, bias, None, operands.dropout_seed, *_factors(operands))
             launch_kernel(q, k, v, out, out, lse, *operands[5:9], *others)
             return out, lse
 
@@ -201,7 +201,9 @@ def _bind_split(
         for find_maxima in before:
             find_maxima(k, v, offsets_q, offsets_k, maxima)
         make_parts(q, k, v, offsets_q, offsets_k, q_parts, k_parts, v_parts, inverses, maxima)
-        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, inverses)
+        launch_kernel(
+            q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, None, None, inverses
+        )
         return out, lse
 
     if parts[0].dtype == torch.bfloat16:
@@ -344,7 +346,7 @@ def _specify(
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m)
     sms = gpu.num_sms or NUM_SMS
-    others = (inverses, words, operands.bias, operands.dropout_seed, *_factors(operands))
+    others = (words, operands.bias, inverses, operands.dropout_seed, *_factors(operands))
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
         grid=min(tiles, sms * config.blocks_per_sm),
@@ -390,8 +392,7 @@ def _factors(operands: AnyOperands) -> tuple[Any, Any]:
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
-    """Returns the compile-time arguments of the kernel, by name, in its order."""
-    features = arguments.feature_constants(problem)
+    """Returns the compile-time arguments of the kernel, by name."""
     consumer, producer = registers(config)
     block_q, block_k, _ = problem.descale_blocks or (0, 0, 0)
     return {
@@ -403,15 +404,10 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "VALUES_FIRST": values_first(problem, config),
         "PARTS": parts,
         "HEAD_DIM_V": problem.head_dim_v if problem.dtype == "float32" else 0,
-        **arguments.band_constants(problem),
-        "HAS_ALIBI": features["HAS_ALIBI"],
-        "HAS_SOFTCAP": features["HAS_SOFTCAP"],
-        "HAS_SINKS": features["HAS_SINKS"],
-        "IS_VARLEN": problem.packed,
-        "WRITE_LSE": problem.return_lse,
+        **host.options_of(problem),
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
-        "HAS_MASK": features["HAS_MASK"],
+        "HAS_MASK": problem.mask_shape is not None,
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
     }

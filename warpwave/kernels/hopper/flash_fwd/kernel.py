@@ -25,29 +25,20 @@ docs/notes/hopper.md lists what was tried and what each part gained.
 from __future__ import annotations
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.dropout import Dropout
+from warpwave.kernels.hopper.dropout import of_call
 from warpwave.kernels.hopper.factors import Factors, OfKeys
 from warpwave.kernels.hopper.flash_fwd.consumer import Consumer, consumer
-from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, is_added
+from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, MaskAndBias, is_added
 from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
+from warpwave.kernels.hopper.groups import Dropout, KeyDescaleStrides, QDescaleStrides, Queries, Schedule
 from warpwave.kernels.hopper.parts import FREE_BARRIERS, Ring, barriers, buffers, present, ring_init
-from warpwave.kernels.hopper.visible import Rules
+from warpwave.kernels.hopper.visible import Options, Rules
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 
 __all__ = ["hopper_flash_fwd_kernel"]
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "group_size", "batch", "tiles_per_head"),
-    *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right", "stride_words_b"),
-    *("stride_words_h", "stride_words_t", "stride_words_m", "stride_bias_b", "stride_bias_h", "stride_bias_m"),
-    *("flags_begin", "stride_flags_b", "stride_flags_h", "stride_flags_m"),
-    "dropout_threshold",
-    *("stride_q_descale_b", "stride_q_descale_h", "stride_q_descale_member", "stride_q_descale_m"),
-    *("stride_k_descale_b", "stride_k_descale_h", "stride_k_descale_n"),
-]
 
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit
 def hopper_flash_fwd_kernel(
     q_map,
     q_map_2,
@@ -62,78 +53,23 @@ def hopper_flash_fwd_kernel(
     out_map_2,
     out_map_3,
     bias_map,
-    out_ptr,
-    lse_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
+    queries: Queries,
+    schedule: Schedule,
+    call_options: Options,
+    mask_and_bias: MaskAndBias,
     inverses_ptr,
-    words_ptr,
-    bias_ptr,
-    dropout_seed_ptr,
+    dropout: Dropout,
+    q_descale_strides: QDescaleStrides,
+    k_descale_strides: KeyDescaleStrides,
     q_descale_ptr,
     k_descale_ptr,
     counter_ptr,
-    stride_alibi_b,
-    stride_lb,
-    stride_lh,
-    num_tiles,
-    num_heads,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    scale,
-    softcap_log2,
-    stride_words_b,
-    stride_words_h,
-    stride_words_t,
-    stride_words_m,
-    flags_begin,
-    stride_flags_b,
-    stride_flags_h,
-    stride_flags_m,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_m,
-    dropout_threshold,
-    dropout_scale,
-    stride_q_descale_b,
-    stride_q_descale_h,
-    stride_q_descale_member,
-    stride_q_descale_m,
-    stride_k_descale_b,
-    stride_k_descale_h,
-    stride_k_descale_n,
-    GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     NAMED_BARRIERS: gl.constexpr,
-    OWN_OUT: gl.constexpr,
-    VALUES_FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
-    BIAS: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
 
@@ -141,63 +77,33 @@ def hopper_flash_fwd_kernel(
     None. In float32, PARTS consecutive heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no
     maps. Q_BLOCK and K_BLOCK tokens of int8 share a factor, or all tokens of a head if 0.
     """
+    GROUPS: gl.constexpr = call_options.GROUPS
+    PARTS: gl.constexpr = call_options.PARTS
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     out_maps = k_maps  # unused: in float32 out is stored from registers
-    if HEAD_DIM_V == 0:
+    if call_options.HEAD_DIM_V == 0:
         out_maps = present(out_map, out_map_2, out_map_3)
-    dropout = ()
-    if dropout_seed_ptr is not None:
-        dropout = Dropout(dropout_seed_ptr, dropout_threshold, dropout_scale)
     factors = ()
     if q_descale_ptr is not None:
-        of_k = OfKeys(k_descale_ptr, (stride_k_descale_b, stride_k_descale_h, stride_k_descale_n), K_BLOCK)
-        strides = (stride_q_descale_b, stride_q_descale_h, stride_q_descale_member, stride_q_descale_m)
-        factors = Factors(q_descale_ptr, strides, of_k, group_size, Q_BLOCK)
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, OWN_OUT, VALUES_FIRST, PARTS, HEAD_DIM_V,
-        K_BLOCK > 0, dropout, factors,
-    )  # fmt: skip
-    # Tuples and aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through
-    # them.
-    if not IS_VARLEN and HEAD_DIM_V == 0:
-        out_ptr = counter_ptr
-    if HEAD_DIM_V == 0 or PARTS > 2:
-        inverses_ptr = counter_ptr
-    q_inverses_ptr = inverses_ptr + batch * (2 * (num_heads // group_size))  # after the inverses of K and V
-    if not IS_VARLEN:
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not WRITE_LSE:
-        lse_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
-    if not HAS_SINKS:
-        sinks_ptr = counter_ptr
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
-        total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
+        of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
+        factors = Factors(q_descale_ptr, q_descale_strides, of_k, schedule.group_size, Q_BLOCK)
+    rules = Rules(call_options, K_BLOCK > 0, of_call(dropout), factors)
+    q_inverses_ptr = inverses_ptr
+    if inverses_ptr is not None:  # after the inverses of K and V
+        num_heads_kv = schedule.num_heads // schedule.group_size
+        q_inverses_ptr = inverses_ptr + schedule.batch * (2 * num_heads_kv)
 
     q_tiles = buffers(q_maps, GROUPS * PARTS)
     beside = ()
-    if HAS_MASK or BIAS != "":
-        if not HAS_MASK:
-            words_ptr = counter_ptr
-        if BIAS == "":
-            bias_ptr = counter_ptr
+    if mask_and_bias.HAS_MASK or mask_and_bias.BIAS != "":
         bias_maps = ()
         bias_tiles = q_tiles  # unused if there is no map
-        if BIAS == "cells":
+        if mask_and_bias.BIAS == "cells":
             bias_maps = (bias_map,)
             bias_tiles = buffers(bias_maps, STAGES * GROUPS)
-        beside = Beside(
-            words_ptr, (stride_words_b, stride_words_h, stride_words_t, stride_words_m),
-            (flags_begin, stride_flags_b, stride_flags_h, stride_flags_m), bias_ptr,
-            (stride_bias_b, stride_bias_h, stride_bias_m), bias_maps, bias_tiles[0], HAS_MASK, BIAS,
-        )  # fmt: skip
+        beside = Beside(mask_and_bias, bias_maps, bias_tiles[0])
     k_full = barriers(STAGES)
     v_full = barriers(STAGES)
     if NAMED_BARRIERS:
@@ -207,7 +113,7 @@ def hopper_flash_fwd_kernel(
         k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, barriers(STAGES), STAGES, 0, PARTS)
         v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
-    if OWN_OUT and HEAD_DIM_V == 0:
+    if call_options.OWN_OUT and call_options.HEAD_DIM_V == 0:
         if len(out_maps) > len(v_maps):  # out is stored in two halves
             out_tiles = buffers((out_maps[0],), GROUPS)
         else:
@@ -229,26 +135,25 @@ def hopper_flash_fwd_kernel(
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
 
-    of_producer = Producer(
-        q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside
-    )
+    of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, rules, beside)
     of_consumer = Consumer(
-        out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, inverses_ptr, q_inverses_ptr, stride_alibi_b,
-        stride_lb, stride_lh, num_heads, group_size, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring,
-        v_ring, box, rules, beside,
-    )  # fmt: skip
+        out_maps, inverses_ptr, q_inverses_ptr, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules, beside
+    )
     if GROUPS == 1:
         gl.warp_specialize(
-            [(consumer, (0, of_consumer)), (producer, (of_producer,))],
+            [
+                (consumer, (0, of_consumer, queries, schedule)),
+                (producer, (of_producer, queries, schedule, counter_ptr)),
+            ],
             [1],
             [PRODUCER_REGISTERS],
         )
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, of_consumer)),
-                (consumer, (1, of_consumer)),
-                (producer, (of_producer,)),
+                (consumer, (0, of_consumer, queries, schedule)),
+                (consumer, (1, of_consumer, queries, schedule)),
+                (producer, (of_producer, queries, schedule, counter_ptr)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -256,10 +161,10 @@ def hopper_flash_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, of_consumer)),
-                (consumer, (1, of_consumer)),
-                (consumer, (2, of_consumer)),
-                (producer, (of_producer,)),
+                (consumer, (0, of_consumer, queries, schedule)),
+                (consumer, (1, of_consumer, queries, schedule)),
+                (consumer, (2, of_consumer, queries, schedule)),
+                (producer, (of_producer, queries, schedule, counter_ptr)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -15,6 +15,8 @@ bits too, and may differ by rounding from those of a block without such a row.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from typing import NamedTuple
+
 from warpwave import problem
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.parts import (
@@ -33,6 +35,7 @@ from warpwave.kernels.hopper.softmax import in_bits
 from warpwave.kernels.hopper.visible import Keys
 from warpwave.kernels.hopper.words import TILE_KEYS, beside_an_accumulator, hide_words
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, tma_load
+from warpwave.runtime.parameters import Pointer
 
 LARGEST_BIAS = gl.constexpr(problem.LARGEST_BIAS)
 # Careful levels of a pass over a block (../scheduler.py); the first pass has level 0.
@@ -42,43 +45,46 @@ FAR = gl.constexpr(2)  # also converts scores to bits before their maximum is ta
 FAR_BITS = gl.constexpr(2.0**16)
 
 
-@aggregate
-class Beside:
+class MaskAndBias(NamedTuple):
     """Mask and bias of a call.
 
-    Args:
-        words_ptr, word_strides: the packed mask (prepass/mask_bits.py) and its strides.
-        flag_strides: offset of the flags, and their strides along batches, heads and 64 rows.
-        bias_ptr, bias_strides: the bias, and its strides along batches, heads and queries; the stride along keys is 1
-            or 0. Strides along broadcast axes are 0.
-        maps, tiles: if each score has its own bias, its tensor map and its tiles of 64 queries in shared memory: the
-            stages of the ring of K times the groups. They are loaded with K.
-        has_mask: whether there is a mask.
-        bias: "" without a bias; "cells" for one per score; "keys" if it is the same for all queries, "rows" if it is
+    Attributes:
+        words_ptr: the packed mask (prepass/mask_bits.py), and flags of what it shows from `flags_begin` on.
+        bias_ptr: the bias; its stride along keys is 1 or 0. Strides along broadcast axes are 0.
+        stride_words_t, stride_flags_m: strides along tiles of 128 keys, and along 64 rows.
+        BIAS: "" without a bias; "cells" for one per score; "keys" if it is the same for all queries, "rows" if it is
             the same for all keys.
     """
 
-    words_ptr: gl.tensor
-    word_strides: gl.tuple
-    flag_strides: gl.tuple
-    bias_ptr: gl.tensor
-    bias_strides: gl.tuple
+    stride_words_b: int
+    stride_words_h: int
+    stride_words_t: int
+    stride_words_m: int
+    flags_begin: int
+    stride_flags_b: int
+    stride_flags_h: int
+    stride_flags_m: int
+    stride_bias_b: int
+    stride_bias_h: int
+    stride_bias_m: int
+    words_ptr: Pointer
+    bias_ptr: Pointer
+    HAS_MASK: gl.constexpr
+    BIAS: gl.constexpr
+
+
+@aggregate
+class Beside:
+    """Mask and bias of a call, at least one of them.
+
+    Args:
+        maps, tiles: if each score has its own bias, its tensor map and its tiles of 64 queries in shared memory: the
+            stages of the ring of K times the groups. They are loaded with K.
+    """
+
+    mask_and_bias: MaskAndBias
     maps: gl.tuple
     tiles: gl.shared_memory_descriptor
-    has_mask: gl.constexpr
-    bias: gl.constexpr
-
-    @constexpr_function
-    def __init__(self, words_ptr, word_strides, flag_strides, bias_ptr, bias_strides, maps, tiles, has_mask, bias):
-        self.words_ptr = words_ptr
-        self.word_strides = word_strides
-        self.flag_strides = flag_strides
-        self.bias_ptr = bias_ptr
-        self.bias_strides = bias_strides
-        self.maps = maps
-        self.tiles = tiles
-        self.has_mask = gl.constexpr(has_mask)
-        self.bias = gl.constexpr(bias)
 
 
 @aggregate
@@ -104,19 +110,6 @@ class MaskedPlace:
     seqlen_q: gl.tensor
     group: gl.constexpr
 
-    @constexpr_function
-    def __init__(self, row_first, offset, slope_log2, words, bias, beside, box, message, seqlen_q, group):
-        self.row_first = row_first
-        self.offset = offset
-        self.slope_log2 = slope_log2
-        self.words = words
-        self.bias = bias
-        self.beside = beside
-        self.box = box
-        self.message = message
-        self.seqlen_q = seqlen_q
-        self.group = gl.constexpr(group)
-
 
 @constexpr_function
 def is_added(beside):
@@ -129,7 +122,7 @@ def is_added(beside):
 @constexpr_function
 def is_masked(beside):
     """Returns whether there is a mask; `beside` as for `is_added`."""
-    return is_added(beside) and bool(getattr(beside, "beside", beside).has_mask)
+    return is_added(beside) and bool(getattr(beside, "beside", beside).HAS_MASK)
 
 
 @jit
@@ -147,21 +140,21 @@ def with_lines(place, beside, work, box, message, GROUP: gl.constexpr, rules):
     bias = zero
     batch = work.batch.to(gl.int64)
     head = work.head.to(gl.int64)
-    if beside.has_mask:
+    if beside.HAS_MASK:
         layout: gl.constexpr = beside_an_accumulator(zero_accumulator(rules.BLOCK_N)).type.layout
         of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
         rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, of_words))
         rows = gl.minimum(rows, work.seqlen_q - 1)
-        begins = rows.to(gl.int64) * beside.word_strides[3]
-        words = beside.words_ptr + (batch * beside.word_strides[0] + head * beside.word_strides[1])
+        begins = rows.to(gl.int64) * beside.stride_words_m
+        words = beside.words_ptr + (batch * beside.stride_words_b + head * beside.stride_words_h)
         words = words + begins[:, None] + gl.arange(0, 4, gl.SliceLayout(0, of_words))[None, :]
-    if beside.bias != "":
-        bias = beside.bias_ptr + batch * beside.bias_strides[0] + head * beside.bias_strides[1]
-        if beside.bias == "rows":
+    if beside.BIAS != "":
+        bias = beside.bias_ptr + batch * beside.stride_bias_b + head * beside.stride_bias_h
+        if beside.BIAS == "rows":
             of_rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N))
             rows = place.row_first + gl.arange(0, ROWS, of_rows)
             rows = gl.minimum(rows, work.seqlen_q - 1)
-            bias = bias + rows.to(gl.int64) * beside.bias_strides[2]
+            bias = bias + rows.to(gl.int64) * beside.stride_bias_m
     return MaskedPlace(
         place.row_first, place.offset, place.slope_log2, words, bias, beside, box, message, work.seqlen_q, GROUP
     )
@@ -182,11 +175,11 @@ def _read_ahead(tile, place, beside, keys, rules, AT_EDGE: gl.constexpr):
     words = gl.to_tensor(0)
     bias = gl.to_tensor(0)
     key_first = keys.begin + tile * rules.BLOCK_N
-    if beside.has_mask:
-        words = gl.load(place.words + (key_first // TILE_KEYS).to(gl.int64) * beside.word_strides[2])
-    if beside.bias == "rows":
+    if beside.HAS_MASK:
+        words = gl.load(place.words + (key_first // TILE_KEYS).to(gl.int64) * beside.stride_words_t)
+    if beside.BIAS == "rows":
         bias = gl.load(place.bias)[:, None]
-    elif beside.bias == "keys":
+    elif beside.BIAS == "keys":
         columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, accumulator_layout(rules.BLOCK_N)))
         line = place.bias + key_first + columns
         if AT_EDGE:
@@ -207,8 +200,8 @@ def load_bias(beside, ring, n, work, key, rules):
     """Loads the bias of tile n of K by TMA once K's stage is free; its rows start at `key`."""
     if is_added(beside):
         for i in gl.static_range(len(beside.maps)):
-            batch = gl.where(beside.bias_strides[0] == 0, 0, work.batch)
-            head = gl.where(beside.bias_strides[1] == 0, 0, work.head)
+            batch = gl.where(beside.stride_bias_b == 0, 0, work.batch)
+            head = gl.where(beside.stride_bias_h == 0, 0, work.head)
             stage = n % ring.stages
             for g in gl.static_range(rules.GROUPS):
                 place = [batch, head, (work.tile * rules.GROUPS + g) * ROWS, key]
@@ -227,7 +220,7 @@ def read_bias(ahead, place, ring, n, rules):
 @jit
 def bias_of_tile(bias, beside, ring, n, GROUP: gl.constexpr, rules):
     """Returns the tile's bias: from shared memory if each score has its own, else as read ahead."""
-    if beside.bias == "cells":
+    if beside.BIAS == "cells":
         tile = matrix(beside.tiles.index(n % ring.stages * rules.GROUPS + GROUP))
         bias = tile.load(accumulator_layout(rules.BLOCK_N))
     return bias
@@ -255,7 +248,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
         if rules.HAS_SOFTCAP:
             scores = tanh_of_tile(scores * scale) * rules.softcap_log2
             scale = 1.0
-        if beside.bias != "":
+        if beside.BIAS != "":
             bias = bias.to(gl.float32)
             to_bits = LOG2_E
             if AT_EDGE:
@@ -275,18 +268,18 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
             scale = to_bits
         if rules.HAS_ALIBI:
             slope = -place.slope_log2
-            if beside.bias != "":
+            if beside.BIAS != "":
                 slope = slope * LN_2
                 if AT_EDGE:
                     slope = slope * unit
             own_key = rows + (place.offset - key_first)
             distance = gl.abs(columns[None, :] - own_key[:, None]).to(gl.float32)
-            if beside.bias != "":
+            if beside.BIAS != "":
                 scores = scores + slope * distance
             else:
                 scores = multiply_add(scores, scale, slope * distance, not rules.HAS_SOFTCAP)
                 scale = 1.0
-        if AT_EDGE and not beside.has_mask:
+        if AT_EDGE and not beside.HAS_MASK:
             last = gl.full([ROWS], keys.end - 1 - key_first, gl.int32, gl.SliceLayout(1, layout))
             if rules.HAS_HIGH:
                 last = gl.minimum(last, rows + (keys.high - key_first))
@@ -295,7 +288,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
                 first = rows + (keys.low - key_first)
                 visible = visible & (columns[None, :] >= first[:, None])
             scores = gl.where(visible, scores, float("-inf"))
-        if beside.has_mask:
+        if beside.HAS_MASK:
             if rules.BLOCK_N < TILE_KEYS:
                 words = words >> (key_first % TILE_KEYS // 4)
             scores = hide_words(scores, words, rules.BLOCK_N)
@@ -343,7 +336,7 @@ def has_masked_steps(place, rules):
 @constexpr_function
 def has_bias_tiles(place):
     """Returns whether a bias was loaded with K; each warp reads it from shared memory itself."""
-    return is_added(place) and place.beside.bias == "cells"
+    return is_added(place) and place.beside.BIAS == "cells"
 
 
 # Tiles that a mask hides ----------------------------------------------------------------------------------------------
@@ -356,13 +349,13 @@ def tiles_shown(word, work, beside, rules, WARPS: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     lanes = gl.arange(0, 32, layout)
     tile = word * 32 + lanes
-    flags = beside.words_ptr + beside.flag_strides[0]
-    flags += work.batch.to(gl.int64) * beside.flag_strides[1] + work.head.to(gl.int64) * beside.flag_strides[2]
+    flags = beside.words_ptr + beside.flags_begin
+    flags += work.batch.to(gl.int64) * beside.stride_flags_b + work.head.to(gl.int64) * beside.stride_flags_h
     there = tile < gl.cdiv(work.seqlen_k, TILE_KEYS)
     shown = gl.zeros([32], gl.int32, layout)
     for g in gl.static_range(rules.GROUPS):
         block = gl.minimum(work.tile * rules.GROUPS + g, (work.seqlen_q - 1) // ROWS)
-        shown = shown | gl.load(flags + block.to(gl.int64) * beside.flag_strides[3] + tile, mask=there, other=0)
+        shown = shown | gl.load(flags + block.to(gl.int64) * beside.stride_flags_m + tile, mask=there, other=0)
     return gl.sum(shown << lanes, axis=0)
 
 
@@ -415,7 +408,7 @@ def level_wanted(out, doubtful_rows, far, level, beside):
     for i in gl.static_range(1, len(out)):
         total += gl.convert_layout(gl.sum(out[i] * 0.0, axis=1), total.type.layout)
     wanted = gl.where(total != 0.0, HIDING, 0)  # a sum of 0 and NaN is NaN
-    if beside.bias != "":
+    if beside.BIAS != "":
         of_rows = gl.where(far, FAR, gl.where(doubtful_rows, HIDING, 0))
         wanted = gl.maximum(wanted, gl.convert_layout(of_rows, total.type.layout))
     wanted = gl.max(wanted, axis=0)
@@ -447,11 +440,11 @@ def keys_seen(tile, place, beside, keys, rules):
     head = work.head.to(gl.int64)
     words = beside.words_ptr
     bias = beside.bias_ptr
-    if beside.has_mask:
-        words = words + (batch * beside.word_strides[0] + head * beside.word_strides[1])
-        words = words + ((key // TILE_KEYS).to(gl.int64) * beside.word_strides[2] + key % 8 // 2)
-    if beside.bias != "":
-        bias = bias + (batch * beside.bias_strides[0] + head * beside.bias_strides[1])
+    if beside.HAS_MASK:
+        words = words + (batch * beside.stride_words_b + head * beside.stride_words_h)
+        words = words + ((key // TILE_KEYS).to(gl.int64) * beside.stride_words_t + key % 8 // 2)
+    if beside.BIAS != "":
+        bias = bias + (batch * beside.stride_bias_b + head * beside.stride_bias_h)
     seen = gl.zeros([rules.BLOCK_N], gl.int32, gl.SliceLayout(0, layout))
     for first in range(0, ROWS * rules.GROUPS, 16):
         rows = work.tile * ROWS * rules.GROUPS + first + gl.arange(0, 16, gl.SliceLayout(1, layout))
@@ -459,18 +452,18 @@ def keys_seen(tile, place, beside, keys, rules):
         distance = key[None, :] - rows[:, None]
         there = (key < keys.end)[None, :] & (distance == distance)
         visible = there
-        if rules.HAS_LOW and not beside.has_mask:
+        if rules.HAS_LOW and not beside.HAS_MASK:
             visible = visible & (distance >= keys.low)
-        if rules.HAS_HIGH and not beside.has_mask:
+        if rules.HAS_HIGH and not beside.HAS_MASK:
             visible = visible & (distance <= keys.high)
         wide = rows.to(gl.int64)
-        if beside.has_mask:
-            found = gl.load(words[None, :] + (wide * beside.word_strides[3])[:, None], mask=there, other=0)
+        if beside.HAS_MASK:
+            found = gl.load(words[None, :] + (wide * beside.stride_words_m)[:, None], mask=there, other=0)
             bit = key % TILE_KEYS // 8 * 2 + key % 2
             visible = visible & (((found >> bit[None, :]) & 1) != 0)
-        if beside.bias != "":
-            place_of_row = wide * beside.bias_strides[2]
-            if beside.bias == "rows":
+        if beside.BIAS != "":
+            place_of_row = wide * beside.stride_bias_m
+            if beside.BIAS == "rows":
                 cells = bias + (place_of_row[:, None] + (columns * 0)[None, :])
             else:
                 cells = bias + (place_of_row[:, None] + key[None, :])

@@ -15,6 +15,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     tiles_shown,
     word_of,
 )
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     ROWS,
     Ring,
@@ -30,7 +31,6 @@ from warpwave.kernels.hopper.split_float32 import (
 from warpwave.kernels.hopper.visible import Rules, keys_of_sequence, tiles_of_block
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
     gl,
     jit,
     mbarrier,
@@ -58,34 +58,15 @@ class Producer:
     k_ring: Ring
     v_ring: Ring
     box: scheduler.Mailbox
-    schedule: scheduler.Schedule
     rules: Rules
     beside: object
 
-    @constexpr_function
-    def __init__(
-        self, q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, beside
-    ):  # fmt: skip
-        self.q_maps = q_maps
-        self.k_maps = k_maps
-        self.v_maps = v_maps
-        self.q_tiles = q_tiles
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-        self.box = box
-        self.schedule = schedule
-        self.rules = rules
-        self.beside = beside
-
 
 @jit
-def producer(role):
+def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
     """Draws tiles of queries and loads their operands. With a mask or bias, it also reloads every block whose consumer
     reports a non-finite output (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
     box = role.box
-    schedule = role.schedule
     rules = role.rules
     beside = role.beside
     if is_scaled(rules):
@@ -98,7 +79,7 @@ def producer(role):
         tile = t
         if is_added(beside):
             tile = gl.minimum(t, schedule.num_tiles - 1)  # there may be no tile left to draw
-        work = scheduler.tile_of(schedule, tile, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
+        work = scheduler.tile_of(schedule, queries, tile, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
         is_work = scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN)
         if is_added(beside):
             level = gl.to_tensor(0)
@@ -124,9 +105,9 @@ def producer(role):
             messages += 1
         if is_added(beside):
             if not answers:
-                t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+                t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
         else:
-            t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+            t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
     drain(role.k_ring, n)
     drain(role.v_ring, n)
     zero = gl.to_tensor(0)

@@ -25,6 +25,7 @@ from warpwave.kernels.hopper.flash_fwd_fp8.products import (
     zero_accumulator,
 )
 from warpwave.kernels.hopper.flash_fwd_fp8.turns import end_turn, last_turn, skip_in_turn, start_turns, take_turn
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -51,7 +52,6 @@ from warpwave.kernels.hopper.softmax import (
 from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
     gl,
     jit,
     mbarrier,
@@ -229,29 +229,17 @@ def all_tiles(
 
 @aggregate
 class Consumer:
-    """State of a consumer. The counter stands in for absent pointers, which are never read.
+    """State of a consumer.
 
     Args:
-        out_maps, out_tiles, out_ptr: out's tensor maps, their buffers, and out's address in a packed call.
-        lse_ptr, stride_lb, stride_lh: the log-sum-exp, and its strides along batches and heads.
-        alibi_slopes_ptr, stride_alibi_b, sinks_ptr: ALiBi slopes with their stride along batches, and sinks.
+        out_maps, out_tiles: out's tensor maps and their buffers.
         values: the dequantization factors of V.
         q_tiles, q_full, q_empty: the queries of a block and their barriers.
         k_ring, v_ring, box: tiles of K and of V transposed, and the producer's messages.
     """
 
     out_maps: gl.tuple
-    out_ptr: gl.tensor
-    lse_ptr: gl.tensor
-    alibi_slopes_ptr: gl.tensor
-    sinks_ptr: gl.tensor
     values: OfKeys
-    stride_alibi_b: gl.tensor
-    stride_lb: gl.tensor
-    stride_lh: gl.tensor
-    num_heads: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
     q_tiles: gl.tuple
     out_tiles: gl.tuple
     q_full: gl.shared_memory_descriptor
@@ -261,35 +249,9 @@ class Consumer:
     box: scheduler.Mailbox
     rules: Rules
 
-    @constexpr_function
-    def __init__(
-        self, out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, values, stride_alibi_b, stride_lb, stride_lh,
-        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
-    ):  # fmt: skip
-        self.out_maps = out_maps
-        self.out_ptr = out_ptr
-        self.lse_ptr = lse_ptr
-        self.alibi_slopes_ptr = alibi_slopes_ptr
-        self.sinks_ptr = sinks_ptr
-        self.values = values
-        self.stride_alibi_b = stride_alibi_b
-        self.stride_lb = stride_lb
-        self.stride_lh = stride_lh
-        self.num_heads = num_heads
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.q_tiles = q_tiles
-        self.out_tiles = out_tiles
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-        self.box = box
-        self.rules = rules
-
 
 @jit
-def consumer(GROUP: gl.constexpr, role):
+def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
     """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty
@@ -302,13 +264,13 @@ def consumer(GROUP: gl.constexpr, role):
     messages = 0
     start_turns(GROUP, rules.GROUPS)
     scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+    work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
         block_begin, block_end = tiles_of_block(keys, work, rules)
         place, begin, whole_begin, whole_end, end = place_of_group(work, keys, block_begin, block_end, GROUP, rules)
         if rules.HAS_ALIBI:
-            slope = gl.load(role.alibi_slopes_ptr + work.batch * role.stride_alibi_b + work.head)
+            slope = gl.load(queries.alibi_slopes_ptr + work.batch * queries.stride_alibi_b + work.head)
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         values = of_head(role.values, rules.factors.group_size, work)
         of_queries = rules_of_queries(rules.factors, place.row_first, work, rules)
@@ -323,13 +285,13 @@ def consumer(GROUP: gl.constexpr, role):
         )  # fmt: skip
         n = skip_in_turn(GROUP, k_ring, v_ring, n, begin - block_begin, rules.GROUPS)
 
-        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
         row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
         m_i = raised(m_i)
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
-            sink = gl.load(role.sinks_ptr + work.head) * LOG2_E
+            sink = gl.load(queries.sinks_ptr + work.head) * LOG2_E
             m_i, l_row, _, factor = with_sink(m_i, l_row, l_row, sink)
         saw_nothing, factor = factors_of_out(l_row, l_row, factor, rules)
         factor = factor * of_output(values)
@@ -337,13 +299,15 @@ def consumer(GROUP: gl.constexpr, role):
         for c in gl.static_range(len(acc)):
             chunks = chunks + (gl.where(like(saw_nothing, acc[c]), 0.0, acc[c] * like(factor, acc[c])),)
         if rules.WRITE_LSE:
-            store_lse(m_i, l_row, role.lse_ptr, role.stride_lb, role.stride_lh, work, row_first, rules)
+            store_lse(m_i, l_row, queries.lse_ptr, queries.stride_lb, queries.stride_lh, work, row_first, rules)
         if row_first < work.seqlen_q:
             out = as_pieces(chunks, v_ring)
-            store_out(out, role.out_maps, role.out_tiles, role.out_ptr, work, row_first, role.num_heads, GROUP, rules)
+            store_out(
+                out, role.out_maps, role.out_tiles, queries.out_ptr, work, row_first, schedule.num_heads, GROUP, rules
+            )
         scheduler.discard(box, messages)
         messages += 1
         scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, role.seqlen_q, role.seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     last_turn(GROUP, rules.GROUPS)
     tma.store_wait(0)

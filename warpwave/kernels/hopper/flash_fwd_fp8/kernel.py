@@ -28,8 +28,9 @@ from warpwave.kernels.hopper.flash_fwd.producer import Producer
 from warpwave.kernels.hopper.flash_fwd_fp8.config import Config, pieces, registers
 from warpwave.kernels.hopper.flash_fwd_fp8.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd_fp8.producer import producer
+from warpwave.kernels.hopper.groups import KeyDescaleStrides, QDescaleStrides, Queries, Schedule
 from warpwave.kernels.hopper.parts import ROWS, Ring, barriers, buffers, present, ring_init
-from warpwave.kernels.hopper.visible import Rules
+from warpwave.kernels.hopper.visible import Options, Rules
 from warpwave.kernels.prepass import transpose_values
 from warpwave.problem import AttentionProblem, QuantizedOperands
 from warpwave.runtime import launch, scratch, tensor_maps
@@ -45,16 +46,7 @@ QUANTIZED = True
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "group_size", "batch", "tiles_per_head"),
-    *("heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
-    *("stride_q_descale_b", "stride_q_descale_h", "stride_q_descale_member", "stride_q_descale_m"),
-    *("stride_k_descale_b", "stride_k_descale_h", "stride_k_descale_n"),
-    *("stride_v_descale_b", "stride_v_descale_h", "stride_v_descale_n"),
-]
-
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit
 def hopper_flash_fwd_fp8_kernel(
     q_map,
     q_map_2,
@@ -68,57 +60,20 @@ def hopper_flash_fwd_fp8_kernel(
     out_map,
     out_map_2,
     out_map_3,
-    out_ptr,
-    lse_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
+    queries: Queries,
+    schedule: Schedule,
+    call_options: Options,
+    q_descale_strides: QDescaleStrides,
+    k_descale_strides: KeyDescaleStrides,
+    v_descale_strides: KeyDescaleStrides,
     q_descale_ptr,
     k_descale_ptr,
     v_descale_ptr,
     counter_ptr,
-    stride_alibi_b,
-    stride_lb,
-    stride_lh,
-    num_tiles,
-    num_heads,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
-    window_left,
-    window_right,
-    scale,
-    softcap_log2,
-    stride_q_descale_b,
-    stride_q_descale_h,
-    stride_q_descale_member,
-    stride_q_descale_m,
-    stride_k_descale_b,
-    stride_k_descale_h,
-    stride_k_descale_n,
-    stride_v_descale_b,
-    stride_v_descale_h,
-    stride_v_descale_n,
-    GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
     V_BLOCK: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_ALIBI: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    IS_VARLEN: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -127,33 +82,15 @@ def hopper_flash_fwd_fp8_kernel(
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
     None. Q_BLOCK, K_BLOCK and V_BLOCK tokens share a factor, or all tokens of a head if 0.
     """
+    GROUPS: gl.constexpr = call_options.GROUPS
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     out_maps = present(out_map, out_map_2, out_map_3)
-    of_k = OfKeys(k_descale_ptr, (stride_k_descale_b, stride_k_descale_h, stride_k_descale_n), K_BLOCK)
-    of_v = OfKeys(v_descale_ptr, (stride_v_descale_b, stride_v_descale_h, stride_v_descale_n), V_BLOCK)
-    strides = (stride_q_descale_b, stride_q_descale_h, stride_q_descale_member, stride_q_descale_m)
-    factors = Factors(q_descale_ptr, strides, of_k, group_size, Q_BLOCK)
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, GROUPS, BLOCK_N, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, True, True, 1, 0, True, (), factors,
-    )  # fmt: skip
-    # Aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through them.
-    if not IS_VARLEN:
-        out_ptr = counter_ptr
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not WRITE_LSE:
-        lse_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
-    if not HAS_SINKS:
-        sinks_ptr = counter_ptr
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_heads, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k, total_q,
-        total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
+    of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
+    of_v = OfKeys(v_descale_ptr, v_descale_strides, V_BLOCK)
+    factors = Factors(q_descale_ptr, q_descale_strides, of_k, schedule.group_size, Q_BLOCK)
+    rules = Rules(call_options, True, (), factors)
 
     q_tiles = buffers(q_maps, GROUPS)
     k_ring = Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
@@ -174,16 +111,13 @@ def hopper_flash_fwd_fp8_kernel(
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
 
-    of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, schedule, rules, ())
-    of_consumer = Consumer(
-        out_maps, out_ptr, lse_ptr, alibi_slopes_ptr, sinks_ptr, of_v, stride_alibi_b, stride_lb, stride_lh,
-        num_heads, seqlen_q, seqlen_k, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules,
-    )  # fmt: skip
+    of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, rules, ())
+    of_consumer = Consumer(out_maps, of_v, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (consumer, (0, of_consumer)),
-                (producer, (of_producer,)),
+                (consumer, (0, of_consumer, queries, schedule)),
+                (producer, (of_producer, queries, schedule, counter_ptr)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -191,9 +125,9 @@ def hopper_flash_fwd_fp8_kernel(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, of_consumer)),
-                (consumer, (1, of_consumer)),
-                (producer, (of_producer,)),
+                (consumer, (0, of_consumer, queries, schedule)),
+                (consumer, (1, of_consumer, queries, schedule)),
+                (producer, (of_producer, queries, schedule, counter_ptr)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -201,10 +135,10 @@ def hopper_flash_fwd_fp8_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, of_consumer)),
-                (consumer, (1, of_consumer)),
-                (consumer, (2, of_consumer)),
-                (producer, (of_producer,)),
+                (consumer, (0, of_consumer, queries, schedule)),
+                (consumer, (1, of_consumer, queries, schedule)),
+                (consumer, (2, of_consumer, queries, schedule)),
+                (producer, (of_producer, queries, schedule, counter_ptr)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -314,9 +248,8 @@ def _scalars(problem: AttentionProblem, operands: QuantizedOperands, config: Con
 
 
 def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | bool]:
-    """Returns the compile-time arguments of the kernel, by name, in its order."""
+    """Returns the compile-time arguments of the kernel, by name."""
     assert problem.descale_blocks is not None
-    features = arguments.feature_constants(problem)
     consumer, producer = registers(config)
     block_q, block_k, block_v = problem.descale_blocks
     return {
@@ -326,12 +259,11 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,
-        **arguments.band_constants(problem),
-        "HAS_ALIBI": features["HAS_ALIBI"],
-        "HAS_SOFTCAP": features["HAS_SOFTCAP"],
-        "HAS_SINKS": features["HAS_SINKS"],
-        "IS_VARLEN": problem.packed,
-        "WRITE_LSE": problem.return_lse,
+        **host.options_of(problem),
+        "OWN_OUT": True,
+        "VALUES_FIRST": True,
+        "PARTS": 1,
+        "HEAD_DIM_V": 0,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
     }

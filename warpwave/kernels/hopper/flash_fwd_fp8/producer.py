@@ -3,6 +3,7 @@ consumers, and keeps the rings of K and V full; tiles of V are [columns, keys], 
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_fwd.producer import load_queries
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import ROWS, load_tile, tile_bytes
 from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
 from warpwave.kernels.hopper.visible import keys_of_sequence, tiles_of_block
@@ -11,22 +12,21 @@ from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, mbarrier
 
 
 @jit
-def producer(role):
+def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
     """Draws tiles of queries and loads their operands. `role` is `flash_fwd.producer.Producer`."""
     box = role.box
-    schedule = role.schedule
     rules = role.rules
     wait_for_launch_before(32)
     n = 0  # tiles of K and V loaded so far
     messages = 0
     t = gl.program_id(0)
     while t < schedule.num_tiles:
-        work = scheduler.tile_of(schedule, t, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
+        work = scheduler.tile_of(schedule, queries, t, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
         if scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN):
             scheduler.post(box, messages, work, rules.IS_VARLEN)
-            n = load_block(role, work, n, messages)
+            n = load_block(role, work, work.head // schedule.group_size, n, messages)
             messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+        t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
     zero = gl.to_tensor(0)
     scheduler.post(
         box,
@@ -37,11 +37,10 @@ def producer(role):
 
 
 @jit
-def load_block(role, work, n, messages):
+def load_block(role, work, kv_head, n, messages):
     """Loads the operands of a block of queries, K one tile ahead of V. Returns the number of the next tile of K and
     V."""
     rules = role.rules
-    kv_head = work.head // role.schedule.group_size
     keys = keys_of_sequence(work, rules)
     begin, end = tiles_of_block(keys, work, rules)
     batch = work.batch

@@ -23,6 +23,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, reasons
 from warpwave.kernels.cost import Cost, line_bytes, walk
 from warpwave.kernels.hopper import host, scheduler
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.large_head_dim import roles
 from warpwave.kernels.hopper.large_head_dim.config import (
     BLOCK_M,
@@ -65,51 +66,23 @@ def _ring(tensor_map, STAGES: gl.constexpr):
     return ring
 
 
-UNSPECIALIZED = [
-    *("stride_alibi_b", "stride_lb", "stride_lh", "num_tiles", "num_heads", "num_head_parts", "group_size", "batch"),
-    *("tiles_per_head", "heads_in_l2", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
-    "head_dim_v_8",
-]
-
-
-@jit(do_not_specialize=UNSPECIALIZED)
+@jit(do_not_specialize=["window_left", "window_right", "num_heads", "head_dim_v_8"])
 def hopper_large_head_dim_kernel(
     q_map,
     k_map,
     v_map,
-    out_ptr,
-    lse_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    counter_ptr,
-    stride_alibi_b,
-    stride_lb,
-    stride_lh,
-    num_tiles,
-    num_head_parts,
-    group_size,
-    batch,
-    tiles_per_head,
-    heads_in_l2,
-    seqlen_q,
-    seqlen_k,
-    total_q,
-    total_k,
+    queries: Queries,
+    schedule: Schedule,
     window_left,
     window_right,
     num_heads,
     head_dim_v_8,
     scale,
     softcap_log2,
+    counter_ptr,
+    widths: roles.Widths,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
-    K_CHUNKS: gl.constexpr,
-    K_LAST: gl.constexpr,
-    V_CHUNKS: gl.constexpr,
-    PARTS: gl.constexpr,
-    AHEAD: gl.constexpr,
     HAS_LOW: gl.constexpr,
     HAS_HIGH: gl.constexpr,
     TOP_LEFT: gl.constexpr,
@@ -124,31 +97,14 @@ def hopper_large_head_dim_kernel(
     """Processes tiles of 64 queries of one head and V_CHUNKS * 128 columns of out until the counter is exhausted.
 
     Tensor maps have the axes (batch, head, row, column) and copy chunks. The scheduler counts each part of the columns
-    of V as a head: head h, part p is its head h * PARTS + p.
+    of V as a head: head h, part p is its head h * V_PARTS + p.
     """
-    rules = Rules(
-        scale, softcap_log2, window_left, window_right, 1, roles.KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
+    rules = Rules((
+        window_left, window_right, scale, softcap_log2, 1, roles.KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
         HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, False, False, 1, 0,
-    )  # fmt: skip
-    widths = roles.Widths(K_CHUNKS, K_LAST, V_CHUNKS, PARTS, AHEAD)
-    # Tuples and aggregates cannot hold None, so the counter stands in for absent pointers. It is never read through
-    # them.
-    if not IS_VARLEN:
-        cu_seqlens_q_ptr = counter_ptr
-        cu_seqlens_k_ptr = counter_ptr
-    if not WRITE_LSE:
-        lse_ptr = counter_ptr
-    if not HAS_ALIBI:
-        alibi_slopes_ptr = counter_ptr
-    if not HAS_SINKS:
-        sinks_ptr = counter_ptr
-    schedule = scheduler.Schedule(
-        counter_ptr, num_tiles, num_head_parts, group_size, batch, tiles_per_head, heads_in_l2, seqlen_q, seqlen_k,
-        total_q, total_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
-
+    ))  # type: ignore[arg-type]  # fmt: skip
     dtype: gl.constexpr = k_map.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [K_CHUNKS] + q_map.block_type.shape, q_map.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [widths.K_CHUNKS] + q_map.block_type.shape, q_map.layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     p_tiles = gl.allocate_shared_memory(dtype, [2, 64, roles.KEYS], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -170,27 +126,29 @@ def hopper_large_head_dim_kernel(
     _init(p_empty, 2, 2)
     fence_async_shared()
 
-    of_scores = (
-        lse_ptr, alibi_slopes_ptr, sinks_ptr, stride_alibi_b, stride_lb, stride_lh, seqlen_q, seqlen_k, q_tiles, q_full,
-        q_empty, k_ring, p_tiles, factors, p_full, p_empty, box, widths, rules,
-    )  # fmt: skip
-    of_values = (
-        out_ptr, seqlen_q, seqlen_k, num_heads, head_dim_v_8 * 8, p_tiles, factors, p_full, p_empty, box, widths,
-        rules,
-    )  # fmt: skip
-    of_producer = (
-        q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, schedule, widths, rules,
-    )  # fmt: skip
+    head_dim_v = head_dim_v_8 * 8
     gl.warp_specialize(
         [
-            (roles.scores, of_scores),
-            (roles.values, (0, v_ring_0) + of_values),
-            (roles.values, (1, v_ring_1) + of_values),
-            (roles.producer, of_producer),
+            (roles.scores, (
+                queries, schedule, q_tiles, q_full, q_empty, k_ring, p_tiles, factors, p_full, p_empty, box, widths,
+                rules,
+            )),
+            (roles.values, (
+                0, v_ring_0, queries.out_ptr, schedule, num_heads, head_dim_v, p_tiles, factors, p_full, p_empty, box,
+                widths, rules,
+            )),
+            (roles.values, (
+                1, v_ring_1, queries.out_ptr, schedule, num_heads, head_dim_v, p_tiles, factors, p_full, p_empty, box,
+                widths, rules,
+            )),
+            (roles.producer, (
+                q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, widths, rules,
+                queries, schedule, counter_ptr,
+            )),
         ],
         [4, 4, 1],
         [VALUES_REGISTERS, VALUES_REGISTERS, PRODUCER_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -269,8 +227,7 @@ def _scalars(problem: AttentionProblem, operands: Operands, config: Config, tile
 
 
 def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | bool]:
-    """Returns the compile-time arguments of the kernel, by name, in its order."""
-    features = arguments.feature_constants(problem)
+    """Returns the compile-time arguments of the kernel, by name."""
     v_chunks = v_chunks_of(problem, config.v_parts)
     v_stages = v_stages_of(problem, config.v_parts)
     return {
@@ -279,14 +236,9 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "K_CHUNKS": chunks_of(problem.head_dim),
         "K_LAST": 64 if 0 < problem.head_dim % CHUNK <= 64 else CHUNK,
         "V_CHUNKS": v_chunks,
-        "PARTS": config.v_parts,
+        "V_PARTS": config.v_parts,
         "AHEAD": config.scores_ahead,
-        **arguments.band_constants(problem),
-        "HAS_ALIBI": features["HAS_ALIBI"],
-        "HAS_SOFTCAP": features["HAS_SOFTCAP"],
-        "HAS_SINKS": features["HAS_SINKS"],
-        "IS_VARLEN": problem.packed,
-        "WRITE_LSE": problem.return_lse,
+        **host.options_of(problem),
         "VALUES_REGISTERS": 192 if v_chunks == 5 else 168,
         "PRODUCER_REGISTERS": 24,
     }

@@ -28,7 +28,10 @@ fenced by each of its writers before the barrier that announces it.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import LOG2_E, ROWS, accumulator_layout, like, matrix, rescale, tile_bytes, wait_full
 from warpwave.kernels.hopper.rows import zero_rows
 from warpwave.kernels.hopper.softmax import (
@@ -85,21 +88,20 @@ def first_of(chunks, group, i):
     return 64 * int(group) if 2 * int(i) + 1 == int(chunks) else 0
 
 
-@aggregate
-class Widths:
+class Widths(NamedTuple):
     """How head_dim and head_dim_v are divided.
 
-    Args:
+    Attributes:
         K_CHUNKS, K_LAST: chunks of a row of Q and K, and the columns of the last chunk that are multiplied.
         V_CHUNKS: chunks of a row of V and out that a block processes.
-        PARTS: number of blocks that share a row of V.
+        V_PARTS: number of blocks that share a row of V.
         AHEAD: whether the next tile's scores are multiplied during the softmax.
     """
 
     K_CHUNKS: gl.constexpr
     K_LAST: gl.constexpr
     V_CHUNKS: gl.constexpr
-    PARTS: gl.constexpr
+    V_PARTS: gl.constexpr
     AHEAD: gl.constexpr
 
 
@@ -133,7 +135,7 @@ def load_chunk(ring, tensor_map, n, batch, head, row, column):
 
 
 @jit
-def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, row, widths):
+def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, row, widths: Widths):
     """Loads Q of one tile of queries once the previous tile's is no longer needed."""
     mbarrier.wait(q_empty.index(0), (messages & 1) ^ 1)
     mbarrier.expect(q_full.index(0), widths.K_CHUNKS * tile_bytes((tensor_map,)))
@@ -142,14 +144,14 @@ def load_queries(tensor_map, q_tiles, q_full, q_empty, messages, batch, head, ro
 
 
 @jit
-def load_keys(ring, tensor_map, n, batch, head, row, widths):
+def load_keys(ring, tensor_map, n, batch, head, row, widths: Widths):
     """Loads K of one tile of keys into its ring's chunks from n on."""
     for i in gl.static_range(widths.K_CHUNKS):
         load_chunk(ring, tensor_map, n + i, batch, head, row, i * CHUNK)
 
 
 @jit
-def load_values(ring_0, ring_1, tensor_map, n, batch, head, row, column, widths):
+def load_values(ring_0, ring_1, tensor_map, n, batch, head, row, column, widths: Widths):
     """Loads V of one tile of keys: each warpgroup's chunks into its ring, from n on."""
     for i in gl.static_range(count_of(widths.V_CHUNKS, 0)):
         first = column + chunk_of(widths.V_CHUNKS, 0, i) * CHUNK
@@ -175,7 +177,8 @@ def chunk(ring, n):
 
 @jit
 def producer(
-    q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, schedule, widths, rules,
+    q_map, k_map, v_map, q_tiles, q_full, q_empty, k_ring, v_ring_0, v_ring_1, box, widths: Widths, rules,
+    queries: Queries, schedule: Schedule, counter_ptr,
 ):  # fmt: skip
     """Draws tiles of queries and loads their operands."""
     n_k = 0  # chunks of K requested so far
@@ -183,7 +186,7 @@ def producer(
     messages = 0
     t = gl.program_id(0)
     while t < schedule.num_tiles:
-        work = scheduler.tile_of(schedule, t, ROWS, rules.HAS_HIGH, rules.IS_VARLEN)
+        work = scheduler.tile_of(schedule, queries, t, ROWS, rules.HAS_HIGH, rules.IS_VARLEN)
         if scheduler.is_work(work, ROWS, rules.IS_VARLEN):
             scheduler.post(box, messages, work, rules.IS_VARLEN)
             keys = keys_of_sequence(work, rules)
@@ -191,9 +194,9 @@ def producer(
             batch = work.batch
             if rules.IS_VARLEN:
                 batch = 0
-            head = work.head // widths.PARTS
+            head = work.head // widths.V_PARTS
             kv_head = head // schedule.group_size
-            column = work.head % widths.PARTS * (widths.V_CHUNKS * CHUNK)
+            column = work.head % widths.V_PARTS * (widths.V_CHUNKS * CHUNK)
             key = work.k_begin + keys.begin
             row = work.q_begin + work.tile * ROWS
             # K first if its ring holds a tile: the ring's stages are free before Q's buffer is.
@@ -211,7 +214,7 @@ def producer(
             load_values(v_ring_0, v_ring_1, v_map, n_v, batch, kv_head, key + begin * KEYS, column, widths)
             n_v += count_of(widths.V_CHUNKS, 0)
             messages += 1
-        t = scheduler.draw(schedule.counter_ptr, t, schedule.num_tiles)
+        t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
     zero = gl.to_tensor(0)
     none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
     scheduler.post(box, messages, none, rules.IS_VARLEN)
@@ -236,7 +239,7 @@ def whole_tiles(keys, row_first, begin, end, rules):
 
 
 @jit
-def product_with_keys(q_tiles, ring, n, widths):
+def product_with_keys(q_tiles, ring, n, widths: Widths):
     """Returns Q K^T of one tile of keys, whose chunks start at n. Each chunk is handed back as soon as the next product
     is in flight."""
     scores = zero_accumulator(KEYS)
@@ -251,7 +254,7 @@ def product_with_keys(q_tiles, ring, n, widths):
 
 
 @jit
-def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths):
+def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths: Widths):
     """Starts adding the product of chunk I of a row of Q and K to the scores."""
     wait_full(ring, n + I)
     q = matrix(q_tiles.index(I))
@@ -264,7 +267,7 @@ def add_chunk(q_tiles, ring, n, scores, I: gl.constexpr, widths):
 
 @jit
 def step(
-    q_tiles, ring, n, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths, rules,
+    q_tiles, ring, n, x, p_tiles, factors, p_full, p_empty, s, m_i, lead, l_i, tile, place, keys, widths: Widths, rules,
     AT_EDGE: gl.constexpr,
 ):  # fmt: skip
     """Sends the probabilities of the tile with scores x to the warpgroups of values as message s. Returns the scores of
@@ -304,8 +307,8 @@ def send(p, alpha, p_tiles, factors, p_full, p_empty, s):
 
 @jit
 def scores(
-    lse_ptr, alibi_slopes_ptr, sinks_ptr, stride_alibi_b, stride_lb, stride_lh, seqlen_q, seqlen_k, q_tiles, q_full,
-    q_empty, ring, p_tiles, factors, p_full, p_empty, box, widths, rules,
+    queries: Queries, schedule: Schedule, q_tiles, q_full, q_empty, ring, p_tiles, factors, p_full, p_empty, box,
+    widths: Widths, rules,
 ):  # fmt: skip
     """Computes scores and softmax of 64 queries at a time."""
     row_layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(KEYS))
@@ -313,7 +316,7 @@ def scores(
     s = 0  # messages sent to the warpgroups of values
     messages = 0
     scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
         begin, end = tiles_of_block(keys, work, rules)
@@ -321,7 +324,8 @@ def scores(
         whole_begin, whole_end = whole_tiles(keys, row_first, begin, end, rules)
         place = Place(row_first, work.seqlen_k - work.seqlen_q, gl.to_tensor(0.0))
         if rules.HAS_ALIBI:
-            slope = gl.load(alibi_slopes_ptr + work.batch * stride_alibi_b + work.head // widths.PARTS)
+            slopes_ptr = queries.alibi_slopes_ptr + work.batch * queries.stride_alibi_b
+            slope = gl.load(slopes_ptr + work.head // widths.V_PARTS)
             place = Place(place.row_first, place.offset, slope * LOG2_E)
         mbarrier.wait(q_full.index(0), messages & 1)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -362,13 +366,13 @@ def scores(
         send(p, alpha, p_tiles, factors, p_full, p_empty, s)
         s += 1
 
-        work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
-        head = work.head // widths.PARTS
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
+        head = work.head // widths.V_PARTS
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         l_out = l_row + rounding_of_the_largest(lead, p_tiles.dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         if rules.HAS_SINKS:
-            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(sinks_ptr + head) * LOG2_E)
+            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(queries.sinks_ptr + head) * LOG2_E)
         # A row that saw no key has sum 0, or saw only its sink: a factor of 0 sets its output to 0, whatever was
         # accumulated for it.
         factor = gl.where(l_row == 0.0, 0.0, factor / gl.where(l_row == 0.0, 1.0, l_out))
@@ -379,15 +383,16 @@ def scores(
         if rules.WRITE_LSE:
             rows = work.tile * ROWS + gl.arange(0, ROWS, row_layout)
             lse = natural_lse(m_i, l_row)
-            first = head.to(gl.int64) * stride_lh + work.q_begin
+            first = head.to(gl.int64) * queries.stride_lh + work.q_begin
             if not rules.IS_VARLEN:
-                first += work.batch.to(gl.int64) * stride_lb
+                first += work.batch.to(gl.int64) * queries.stride_lb
             # Every part of the columns of V computes the same lse.
-            gl.store(lse_ptr + first + rows, lse, mask=(rows < work.seqlen_q) & (work.head % widths.PARTS == 0))
+            is_first = work.head % widths.V_PARTS == 0
+            gl.store(queries.lse_ptr + first + rows, lse, mask=(rows < work.seqlen_q) & is_first)
         scheduler.discard(box, messages)
         messages += 1
         scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -433,8 +438,8 @@ def rescaled(acc, alpha):
 
 @jit
 def values(
-    GROUP: gl.constexpr, ring, out_ptr, seqlen_q, seqlen_k, num_heads, head_dim_v, p_tiles, factors, p_full, p_empty,
-    box, widths, rules,
+    GROUP: gl.constexpr, ring, out_ptr, schedule: Schedule, num_heads, head_dim_v, p_tiles, factors, p_full, p_empty,
+    box, widths: Widths, rules,
 ):  # fmt: skip
     """Computes half of the columns of the output, for 64 queries at a time."""
     COUNT: gl.constexpr = count_of(widths.V_CHUNKS, GROUP)
@@ -443,7 +448,7 @@ def values(
     s = 0
     messages = 0
     scheduler.wait_posted(box, messages)
-    work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         keys = keys_of_sequence(work, rules)
         begin, end = tiles_of_block(keys, work, rules)
@@ -464,19 +469,19 @@ def values(
         factor = factors.index(s & 1).load(row_layout)
         mbarrier.arrive(p_empty.index(s & 1), count=1)
         s += 1
-        work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
         scheduler.discard(box, messages)
-        column = work.head % widths.PARTS * (widths.V_CHUNKS * CHUNK)
+        column = work.head % widths.V_PARTS * (widths.V_CHUNKS * CHUNK)
         for i in gl.static_range(COUNT):
             scale = like(factor, acc[i])
             out = gl.where(scale == 0.0, 0.0, acc[i] * scale)
             store_columns(
-                out, out_ptr, work, seqlen_q, num_heads, work.head // widths.PARTS, head_dim_v,
+                out, out_ptr, work, schedule.seqlen_q, num_heads, work.head // widths.V_PARTS, head_dim_v,
                 column + chunk_of(widths.V_CHUNKS, GROUP, i) * CHUNK + first_of(widths.V_CHUNKS, GROUP, i), rules,
             )  # fmt: skip
         messages += 1
         scheduler.wait_posted(box, messages)
-        work = scheduler.read(box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
 
 
 @jit

@@ -1,0 +1,137 @@
+"""Groups of parameters (../groups.py) that several Hopper kernels take.
+
+Tensor maps are no fields, because Triton's own launcher expands only maps that are whole arguments. A warp role takes a
+group as an argument. An aggregate that is made from a group has its fields (`gluon_or_stub.aggregate`).
+
+ptxas loads two adjacent numbers at once if the first begins at a multiple of 8 bytes. The order of a kernel's numbers
+is therefore part of its code, and another order changes registers. A group has its pointers first or last so that they
+do not move the numbers after them by half a pair.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from warpwave.runtime.parameters import Pointer
+
+
+class Queries(NamedTuple):
+    """What the queries of a call read and write without tensor maps.
+
+    Attributes:
+        out_ptr: out, given where rows are not stored by a tensor map: packed, in float32, and by large_head_dim.
+        lse_ptr: the log-sum-exp, (batch, head, query) float32, or (head, token) if packed.
+        alibi_slopes_ptr, sinks_ptr: float32, (batch, head) and (head,); strides along heads are 1.
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets of packed sequences, int32.
+    """
+
+    out_ptr: Pointer
+    lse_ptr: Pointer
+    alibi_slopes_ptr: Pointer
+    sinks_ptr: Pointer
+    cu_seqlens_q_ptr: Pointer
+    cu_seqlens_k_ptr: Pointer
+    stride_alibi_b: int
+    stride_lb: int
+    stride_lh: int
+
+
+class Schedule(NamedTuple):
+    """The tiles of a call: see `scheduler.dense_tile` and `packed_tile`.
+
+    Attributes:
+        num_heads: heads that have tiles of their own.
+        group_size: query heads of a kv head.
+        heads_in_l2: heads whose K and V together fit L2.
+    """
+
+    num_tiles: int
+    num_heads: int
+    group_size: int
+    batch: int
+    tiles_per_head: int
+    heads_in_l2: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+
+
+class KeySchedule(NamedTuple):
+    """The blocks of keys of a call. As in `Schedule`, but fields of queries hold lengths of keys, and those of keys
+    lengths of queries (flash_bwd/band.work_on_keys); `num_heads` are kv heads."""
+
+    num_tiles: int
+    num_heads_q: int
+    num_heads: int
+    group_size: int
+    batch: int
+    tiles_per_head: int
+    heads_in_l2: int
+    seqlen_k: int
+    seqlen_q: int
+    total_k: int
+    total_q: int
+
+
+class KeyGradients(NamedTuple):
+    """The destination of dK and dV without tensor maps, with strides of batch, head and row. Also ALiBi's slopes, and
+    the offsets of packed sequences: as in `KeySchedule`, those of queries are of keys."""
+
+    dk_ptr: Pointer
+    dv_ptr: Pointer
+    alibi_slopes_ptr: Pointer
+    cu_seqlens_k_ptr: Pointer
+    cu_seqlens_q_ptr: Pointer
+    stride_alibi_b: int
+    stride_dk_b: int
+    stride_dk_h: int
+    stride_dk_n: int
+    stride_dv_b: int
+    stride_dv_h: int
+    stride_dv_n: int
+
+
+class QDescaleStrides(NamedTuple):
+    """Strides of factors of q, along batches, kv heads, query heads of a group, and blocks of queries."""
+
+    b: int
+    h: int
+    member: int
+    m: int
+
+
+class KeyDescaleStrides(NamedTuple):
+    """Strides of factors of k or v, along batches, kv heads, and blocks of keys."""
+
+    b: int
+    h: int
+    n: int
+
+
+class Dropout(NamedTuple):
+    """Dropout of a call: (seed, offset), or None without dropout, and `dropout.scalars`."""
+
+    seed_ptr: Pointer
+    threshold: int
+    scale: float
+
+
+class Mask(NamedTuple):
+    """A packed mask (prepass/mask_bits.py). Its rows are keys if scores are computed transposed.
+
+    Attributes:
+        words_ptr: its words, with strides of batch, head, tile of columns and row.
+        walks_ptr: lists of the steps of a block that show a pair (flash_bwd/launches.with_walks), with strides of
+            batch, head and block.
+    """
+
+    words_ptr: Pointer
+    walks_ptr: Pointer
+    stride_words_b: int
+    stride_words_h: int
+    stride_words_t: int
+    stride_words_m: int
+    stride_walks_b: int
+    stride_walks_h: int
+    stride_walks_t: int
