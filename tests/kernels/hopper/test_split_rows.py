@@ -150,6 +150,20 @@ def test_parts_statistics_and_units(features: str) -> None:
             assert work.lse_log2[lines, at.stop : at.start + 64].eq(torch.inf).all()
 
 
+@pytest.mark.parametrize(("of_v", "of_dout", "of_dlse"), [(56, None, 20), (-60, -100, -20), (100, -110, -126)])
+def test_scales_far_apart_overflow_nowhere(of_v: int, of_dout: int | None, of_dlse: int) -> None:
+    """Powers of two of V, of dO (None: dO is zero) and of the gradient of the log-sum-exp."""
+    call = cases.build(CASE, "normal", CPU)
+    dout, dlse = upstream(call)
+    call = call._replace(operands=call.operands._replace(v=call.operands.v * 2.0**of_v))
+    dout, dlse = dout * (0.0 if of_dout is None else 2.0**of_dout), dlse * 2.0**of_dlse
+    work = written(call, dout, dlse)[0]
+    assert work.sums is not None
+    assert work.delta.isfinite().all()
+    assert work.sums.isfinite().all()
+    assert work.sums.any()
+
+
 @pytest.mark.parametrize("features", ["queries from 80 on", "keys from 75 on", "packed"])
 def test_what_nobody_sees_has_no_say(features: str) -> None:
     """NaN and finite garbage leave what is written as it is."""

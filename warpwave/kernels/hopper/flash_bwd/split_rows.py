@@ -218,7 +218,9 @@ def split_rows_kernel(
         # Scaled before they are multiplied: |out| is at most the largest |V|, so nothing overflows.
         delta = tl.sum(dout * (out * power_of_two(v_exponent)), 1)
         if dlse_ptr is not None:
-            sums = dlse * power_of_two(exponent) * power_of_two(v_exponent)
+            # By halves, because either exponent alone may overflow where their sum does not.
+            unit = exponent + v_exponent
+            sums = dlse * power_of_two(unit >> 1) * power_of_two(unit - (unit >> 1))
         at = (batch_head.to(tl.int64) * tiles_q + place) * ROWS + tl.arange(0, ROWS)
         tl.store(lse_log2_ptr + at, tl.where(sees, lse * LOG2_E, float("inf")))
         tl.store(delta_ptr + at, tl.where(sees, delta - sums, 0.0))
