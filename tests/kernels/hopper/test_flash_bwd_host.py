@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.test_new_lengths import Card, card, device, known, pytestmark
+from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_bwd import kernel
 from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, steps_of_dq
@@ -131,11 +132,19 @@ def test_packed_float32_takes_parts(card: Card) -> None:
         ({"precision": "ieee"}, "precision 'ieee' is ieee here"),
         ({"error_budget": 1e-2}, "precision 'default' is fp16x1 here"),
         ({"head_dim": 192}, "head_dim is 192; in float32, two parts of a tile must fit shared memory, 128 at most"),
+        ({"head_dim": 7}, "head_dim is 7; in float32, smaller ones are not accurate enough, 8 at least"),
+        ({"head_dim_v": 1}, "head_dim_v is 1; in float32, smaller ones are not accurate enough, 8 at least"),
+        ({"seqlen_k": 63}, "seqlen_k is 63; in float32, smaller ones are not accurate enough, 64 at least"),
+        (
+            {"packed": True, "total_q": 512, "total_k": 512, "batch": 9, "seqlen_k": 63},
+            "seqlen_k is 63; in float32, smaller ones are not accurate enough, 64 at least",
+        ),
+        ({"softcap": 15.0}, "in float32 it does not support softcap"),
         ({"has_sinks": True}, "in float32 it does not support sinks"),
         ({"mask_shape": (1, 1, 512, 512)}, "in float32 it does not support a mask"),
         ({"bias_shape": (1, 1, 512, 512), "bias_dtype": "float32"}, "in float32 it does not support a bias"),
         ({"error_budget": 1e-7}, "no float32 arithmetic it has"),
-        ({"seqlen_k": 0}, "there are no queries or no keys"),
+        ({"seqlen_q": 0}, "there are no queries or no keys"),
     ],
     ids=str,
 )
@@ -149,11 +158,13 @@ def test_float32_is_refused_for_a_reason(changes: dict[str, Any], reason: str) -
         assert not kernel.why_not(replace(problem, precision=precision), gpu)
     (found,) = kernel.why_not(replace(problem, **changes), gpu)
     assert found.startswith(reason)
+    serving = [module.NAME for module in dispatch.gradient_kernels(replace(problem, **changes), gpu)]
+    assert serving[:1] == (["flash_bwd"] if changes != {"error_budget": 1e-7} else [])
 
 
 def test_parts_of_every_head_size_fit_shared_memory() -> None:
     gpu = Gpu.for_arch("sm_90")
-    for head_dim, head_dim_v in itertools.product(range(1, 129, 9), repeat=2):
+    for head_dim, head_dim_v in itertools.product(range(8, 129, 10), repeat=2):
         problem = AttentionProblem(
             batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=head_dim,
             head_dim_v=head_dim_v, dtype="float32", softmax_scale=0.1,

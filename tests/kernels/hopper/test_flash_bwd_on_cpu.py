@@ -246,8 +246,8 @@ def test_nan_of_a_neighbor_stays_there(
 
 
 def in_float32(features: dict[str, Any], dims: tuple[int, int], data: Data = "normal") -> Call:
-    """A call without sinks, which these launches do not take."""
-    case = replace(SHORT, dtype="float32:default", dims=dims, **{**features, "sinks": False})
+    """A call without softcap and sinks, which these launches do not take."""
+    case = replace(SHORT, dtype="float32:default", dims=dims, **{**features, "softcap": 0.0, "sinks": False})
     call = cases.build(case, data, CPU)
     assert not flash_bwd.why_not(call.problem, H200)
     return call
@@ -449,7 +449,8 @@ def test_biases_of_large_magnitude_stay_finite(largest: float) -> None:
     "features", [{}, {"packed": True, "batch": 4, "causal": "top_left", "alibi": "batch"}], ids=str
 )
 def test_slopes_on_a_cpu(features: dict[str, Any], dtype: str) -> None:
+    softcap = 15.0 if dtype == "float16" else 0.0
     case = replace(
-        SHORT, dtype=dtype, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": 15.0, **features}
+        SHORT, dtype=dtype, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": softcap, **features}
     )
     judge(cases.build(case, "normal", CPU))

@@ -108,7 +108,6 @@ def test_parts_statistics_and_units(features: str) -> None:
     assert work.centers is not None
     q, k, v = call.operands[:3]
     heads, heads_kv = q.shape[-2], k.shape[-2]
-    scale_log2 = call.problem.softmax_scale * math.log2(math.e)
     for queries, at_q, keys, at_k, b in places(call):
         item = 0 if call.problem.packed else b
         of_keys = [rows_of(call, x, b, keys) for x in (k, v)]
@@ -132,7 +131,7 @@ def test_parts_statistics_and_units(features: str) -> None:
             assert not work.q_parts[item][:, at.stop : at.start + 64].any()
             of_k, of_v = (x.repeat_interleave(heads // heads_kv) for x in (k_exponent, v_exponent))
             expected = {
-                split_rows.OF_SCORES: scale_log2 * 2.0 ** -(q_exponent + of_k),
+                split_rows.OF_SCORES: 2.0 ** -(q_exponent + of_k),
                 split_rows.OF_VALUES: 2.0 ** -(15 + exponent),
                 split_rows.OF_DK: -(exponent + of_v + q_exponent),
                 split_rows.OF_DQ: -(exponent + of_v + of_k),

@@ -15,6 +15,9 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 MAX_HEAD_DIM = 256
 MAX_JOINT = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
 MAX_SPLIT = 128  # in float32: above it, the parts of a block's tiles do not fit shared memory
+# In float32. With 3 keys, and at head_dim 1, an H200 was less accurate than the gates allow (docs/notes/float32.md).
+MIN_SPLIT = 8
+MIN_SPLIT_KEYS = 64
 ABLE = ("fp16x3",)  # the arithmetic of float32
 NARROW = 64
 GROUP_ROWS = 64  # rows of a warpgroup's product
@@ -136,6 +139,15 @@ def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     found = reasons.of_widths(
         problem, MAX_SPLIT, f"in float32, two parts of a tile must fit shared memory, {MAX_SPLIT} at most"
     )
+    sizes = (
+        *(("head_dim", problem.head_dim, MIN_SPLIT), ("head_dim_v", problem.head_dim_v, MIN_SPLIT)),
+        ("seqlen_k", problem.seqlen_k, MIN_SPLIT_KEYS),
+    )
+    found += [
+        f"{name} is {size}; in float32, smaller ones are not accurate enough, {least} at least"
+        for name, size, least in sizes
+        if size < least
+    ]
     # One part could not take the log-sum-exp of a forward that multiplies more of them: logits differ by 2^-11.
     of_forward = precision.arithmetic(problem, gpu, tuple(scale_ahead.PARTS))
     if of_forward not in ABLE:
@@ -143,8 +155,13 @@ def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             f"precision {problem.precision!r} is {of_forward} here; its float32 products are {', '.join(ABLE)}"
         )
     found += precision.why_not(problem, gpu, ABLE)
-    others = {"a mask": problem.mask_shape, "a bias": problem.bias_shape, "sinks": problem.has_sinks or None}
-    found += [f"in float32 it does not support {name}" for name, there in others.items() if there is not None]
+    others = {
+        "a mask": problem.mask_shape is not None,
+        "a bias": problem.bias_shape is not None,
+        "softcap": problem.softcap > 0,
+        "sinks": problem.has_sinks,
+    }
+    found += [f"in float32 it does not support {name}" for name, there in others.items() if there]
     return found + _of_empty(problem)
 
 

@@ -176,22 +176,19 @@ def sum_values(tiles, work, n, given, heads, rules):
     for _ in range(count * heads.group_size):
         row_first = row_of(span, place, band, rules)
         units = units_at(given, work, head, span, place, heads, rules)
-        of_tile = with_fields(rules, scale=gl.load(units + OF_SCORES))
+        of_tile = with_fields(rules, scale=rules.scale * gl.load(units + OF_SCORES))
         factor = gl.load(units + OF_VALUES)
         slope = slope_of(given.alibi_slopes_ptr, given.stride_alibi_b, work, head, rules)
         wait_full(tiles.queries.ring, n)
         x = scores_of_parts(tiles.keys, 0, tiles.queries.ring, n)
         lse = statistics_of(tiles.queries, n, 0, ROWS, across)
-        p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, none, none, True, False, of_tile)
+        p, _ = probabilities(x, lse[None, :], band, row_first, key_first, slope, none, none, True, False, of_tile)
         if is_cut(span, place):
             p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
         of_this_head = of_head(rules.dropout, dropout_key, work.batch, head)
         p = signed(p, row_first, key_first, True, with_fields(rules, dropout=of_this_head))
-        passed = p
-        if rules.HAS_SOFTCAP:
-            passed = p * cap
         mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
-        matrix(tiles.p.index(n % 2)).store(passed)
+        matrix(tiles.p.index(n % 2)).store(p)
         mbarrier.arrive(tiles.p_full.index(n % 2), count=1)
         # The log-sum-exp was read before the barrier within the arrival, and S of this tile is finished.
         arrive_alone(tiles.queries.ring.empty.index(n % tiles.queries.ring.stages))

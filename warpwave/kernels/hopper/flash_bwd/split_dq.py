@@ -184,15 +184,14 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     delta = statistic(place.delta_ptr, line + row, rows_left, 0.0, ROWS)
     own = gl.where(rows_left > 0, row, 0)
     units = units_of(place.units_ptr, batch, work.head, own, place.num_heads, rules.statistic_rows)
-    of_tile = with_fields(rules, scale=gl.load(units + OF_SCORES))
+    of_tile = with_fields(rules, scale=rules.scale * gl.load(units + OF_SCORES))
     exponent = gl.load(units + OF_DQ).to(gl.int32)
     slope = slope_of(place.alibi_slopes_ptr, place.stride_alibi_b, work, work.head, rules)
     dq = zero_slices(tiles.keys)
     of_this_head = of_head(rules.dropout, key_of(rules.dropout), work.batch, work.head)
     rules_of_head = with_fields(rules, dropout=of_this_head)
     none = gl.to_tensor(0)
-    total = partial_sums(zero_accumulator(ROWS), ROWS)  # of dS; of P times the softcap's derivative; for the slopes
-    derivative = total
+    total = partial_sums(zero_accumulator(ROWS), ROWS)  # of dS; of the others for the slopes
     of_slope = total
     distance = total
     n = skip(tiles.keys, tiles.values, n, begin - block_begin)
@@ -200,7 +199,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
         key_first = band.k_begin + j * ROWS
         wait_full(tiles.keys, n)
         x = scores_of_parts(tiles.queries, GROUP, tiles.keys, n)
-        p, cap = probabilities(x, lse, band, row_first, key_first, slope, none, none, False, False, of_tile)
+        p, _ = probabilities(x, lse, band, row_first, key_first, slope, none, none, False, False, of_tile)
         wait_full(tiles.values, n)
         y = scores_of_parts(tiles.dout, GROUP, tiles.values, n)
         hand_back_multiplied(tiles.values, n)
@@ -213,10 +212,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
             rows, keys = places(ds, row_first, key_first, False)
             apart = gl.abs(rows + band.offset - keys).to(gl.float32)
             of_slope = of_slope + partial_sums(ds * apart, ROWS)
-            distance = distance + partial_sums(gl.where(ds == 0.0, 0.0, gl.abs(p) * apart), ROWS)
-        if rules.HAS_SOFTCAP:  # the softcap's derivative of hidden pairs may be NaN
-            derivative = derivative + partial_sums(gl.where(ds == 0.0, 0.0, gl.abs(p) * cap), ROWS)
-            ds = gl.where(ds == 0.0, 0.0, ds * cap)
+            distance = distance + partial_sums(gl.where(ds == 0.0, 0.0, p * apart), ROWS)
         ds, factor = scaled_rows(ds, exponent)
         dq = add_products(parts_of(ds), tiles.keys, n, dq, factor)
         hand_back_multiplied(tiles.keys, n)
@@ -232,8 +228,6 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
         rows = row_first + lanes
         of_slope = excess * row_sums(distance) - row_sums(of_slope)
         gl.store(place.of_slopes_ptr + (line + rows), of_slope * unit, mask=rows < band.q_end)
-    if rules.HAS_SOFTCAP:
-        excess = excess * row_sums(derivative)
     return dq, excess * unit, n
 
 

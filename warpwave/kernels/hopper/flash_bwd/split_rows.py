@@ -37,8 +37,8 @@ PARTS = tl.constexpr(2)  # of an operand
 MOST_SCALED_DOUT = tl.constexpr(111)
 # What arrives at the log-sum-exp is added to delta. In its units it must stay far below float32's largest number.
 LARGEST_DLSE = tl.constexpr(90)
-# Numbers of a tile of queries for the main launches (`units`): the factor of its scores; of dO's products with
-# probabilities; and exponents of the scales of dS Q, of dS K and of dS.
+# Numbers of a tile of queries for the main launches (`units`): the factors that undo the scales of its scores, and of
+# dO's products with probabilities; and exponents of the scales of dS Q, of dS K and of dS.
 UNITS = tl.constexpr(5)
 OF_SCORES, OF_VALUES, OF_DK, OF_DQ, OF_DS = map(tl.constexpr, range(5))
 UNSPECIALIZED = ["batch", "num_heads_q", "num_heads_kv", "tiles_q", "tiles_k", "tiles_of_maxima"]
@@ -129,7 +129,6 @@ def split_rows_kernel(
     sums_ptr,
     units_ptr,
     centers_ptr,
-    scale,
     batch,
     num_heads_q,
     num_heads_kv,
@@ -152,7 +151,6 @@ def split_rows_kernel(
         maxima_ptr: of each tile of K, then of V (`scale_ahead.maxima_kernel`), `tiles_of_maxima` of each.
         units_ptr: (batch * num_heads_q, tiles_q, UNITS) float32.
         centers_ptr: (batch * num_heads_kv, WIDTH) float32, of each packed sequence.
-        scale: of scores (`host.score_units`).
         tiles_q, tiles_k: of one head, of all packed sequences together.
     """
     heads_of_keys = num_heads_kv if sequences.IS_VARLEN else batch * num_heads_kv
@@ -229,7 +227,7 @@ def split_rows_kernel(
         # Where scores exceed float32 anyway, 0 times an infinite factor would turn a score of 0 into NaN.
         of_scores = tl.minimum(tl.maximum(-(q_exponent + k_exponent), -126), 100)
         units_ptr += (batch_head.to(tl.int64) * tiles_q + place) * UNITS
-        tl.store(units_ptr + OF_SCORES, scale * power_of_two(of_scores))
+        tl.store(units_ptr + OF_SCORES, power_of_two(of_scores))
         tl.store(units_ptr + OF_VALUES, power_of_two(-15 - exponent))
         tl.store(units_ptr + OF_DK, (-(exponent + v_exponent + q_exponent)).to(tl.float32))
         tl.store(units_ptr + OF_DQ, (-(exponent + v_exponent + k_exponent)).to(tl.float32))
