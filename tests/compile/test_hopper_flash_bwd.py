@@ -38,6 +38,19 @@ SPILL_BOUNDS = {"plain": 384, "deterministic": 384, "features": 768, "trained bi
 WIDE_SPILL_BOUNDS = {"plain": 64, "deterministic": 64, "features": 192, "dropout": 128}
 
 
+# In float32 each product is three. Both groups of the launch of dK and dV have two products, those of dQ three.
+PRODUCTS_OF_PARTS = {
+    (64, 64): {"split_dkv_kernel": 3 * 4 * 4, "split_dq_kernel": 3 * 6 * 4},
+    (128, 128): {"split_dkv_kernel": 3 * (2 * 8 + 2 * 2 * 4), "split_dq_kernel": 3 * 2 * (2 * 8 + 2 * 4)},
+}
+FEATURES_OF_PARTS = FEATURES | {"features": FEATURES["features"] | {
+    "softcap": 0.0, "alibi_shape": (4,), "window_size": (200, -1),
+}}  # fmt: skip
+# Bytes of local memory. Without features up to 8 by Triton 3.6 to 3.8 and 56 by 3.9; with a window and ALiBi up to 160,
+# with dropout up to 136 (3.6).
+SPILL_BOUNDS_OF_PARTS = {"plain": 64, "features": 192, "dropout": 192}
+
+
 # Dropout where it costs the most registers: beside two products of one tile in flight.
 SAMPLE = (((128, 128), "plain"), ((128, 128), "dropout"), ((256, 256), "plain"))
 
@@ -75,3 +88,32 @@ def test_it_compiles_within_its_limits(dims: tuple[int, int], features: str) -> 
                 assert instructions["UTMAREDG"] == 4, "two warps add both groups' shares of dQ"
             if name != "dq_kernel":
                 assert instructions["ATOMG"] == 2, "a draw and the reset; of draws at two places, ptxas diverges a warp"
+
+
+@pytest.mark.parametrize(
+    ("dims", "features"),
+    [
+        pytest.param(dims, features, marks=[] if (dims, features) in SAMPLE else [pytest.mark.full])
+        for dims in PRODUCTS_OF_PARTS
+        for features in SPILL_BOUNDS_OF_PARTS
+    ],
+    ids=str,
+)
+def test_float32_compiles_within_its_limits(dims: tuple[int, int], features: str) -> None:
+    a_job = job("sm_90", "float32", dims[0], "plain") | {"kernel": "hopper/flash_bwd"}
+    a_job["problem"] |= FEATURES_OF_PARTS[features]
+    (found,) = compile_all([a_job])
+    (facts,) = found["configs"]
+    products = PRODUCTS_OF_PARTS[dims]
+    assert facts["launches"].keys() == {"maxima_kernel", "split_rows_kernel", *products}
+    for name, launch in facts["launches"].items():
+        assert not launch["mixed_descriptors"]
+        if name not in products:
+            assert launch["spill_bytes"] == 0, name
+            continue
+        instructions = launch["instructions"]
+        assert launch["spill_bytes"] <= SPILL_BOUNDS_OF_PARTS[features], name
+        assert launch["smem_bytes"] <= facts["bound"] <= 227 * 1024, name
+        assert instructions["HGMMA"] == products[name], name
+        # Two such instructions a product and slice: ptxas that lacks registers waits for each wgmma.
+        assert instructions["WARPGROUP"] < instructions["HGMMA"], f"{name}: products one after another"

@@ -315,9 +315,10 @@ def test_the_kernels_that_serve(arch: str, dtype: str, head_dim: int) -> None:
         head_dim_v=head_dim, dtype=dtype, softmax_scale=0.125, dropout_p=0.1,
     )  # fmt: skip
     gpu, hopper = Gpu.for_arch(arch), dispatch.hopper_flash_fwd
+    gradients = "hopper/flash_bwd" if arch == "sm_90" else "flash_bwd"
     on_hopper = arch == "sm_90" and dtype == "bfloat16"
     assert dispatch.choose(problem, gpu).kernel is (hopper if on_hopper and head_dim > 64 else dispatch.flash_fwd)
-    assert dispatch.gradient_kernels(problem, gpu)[0].NAME == ("hopper/flash_bwd" if on_hopper else "flash_bwd")
+    assert dispatch.gradient_kernels(problem, gpu)[0].NAME == gradients
     assert on_hopper == (not hopper.why_not(problem, gpu))
     if arch == "sm_90" and not on_hopper:
         assert hopper.why_not(problem, gpu) == ["it has dropout only in 16-bit types and up to head_dim 256"]

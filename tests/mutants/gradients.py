@@ -12,12 +12,12 @@ BACKWARD = [
     Mutant(
         "hopper/flash_bwd: keys of a split's own head", "kernels/hopper/flash_bwd/producer.py",
         "kv_head = work.head // schedule.splits", "kv_head = work.head",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal", "gates fail",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
         "hopper/flash_bwd: dK of one split for all", "kernels/hopper/flash_bwd/kernel.py",
         "gradient.unflatten(-2, (heads, -1)).sum(-2)", "gradient.unflatten(-2, (heads, -1))[..., 0, :]",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal", "gates fail",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
         "gradients: nothing arrives at the log-sum-exp", DQ,
@@ -226,6 +226,8 @@ OF_DROPOUT = [
 JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
     f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
 )
+SPLIT_STEPS, SPLIT_ROWS = (f"kernels/hopper/flash_bwd/split_{name}.py" for name in ("steps", "rows"))
+PARTS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_a_cpu"
 BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
 MASKS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_masks_on_a_cpu"
 BIASES_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_biases_on_a_cpu"
@@ -508,5 +510,44 @@ HOPPER_BACKWARD = [
         "dQ apart: values of the next sequence not hidden", APART_DQ,
         "cut = key_first + rules.BLOCK_N > band.k_end", "cut = key_first > band.k_end",
         NEIGHBOURS_ON_CPU, "192", "dq",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: a large part for a small one", SPLIT_STEPS,
+        "values_slice(ring, tile + 1, i), small, is_async=True)", "values_slice(ring, tile, i), small, is_async=True)",
+        PARTS_ON_CPU, "causal and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: scales of the first head", SPLIT_STEPS,
+        "tile = (batch * num_heads + head)", "tile = (batch * num_heads + 0 * head)",
+        PARTS_ON_CPU, "causal and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: a row's scale undone by half", SPLIT_STEPS,
+        "power_of_two(biased - 14 + exponent)", "power_of_two(biased - 15 + exponent)",
+        PARTS_ON_CPU, "causal and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: rows of dS need not add up", "kernels/hopper/flash_bwd/split_dq.py",
+        "x - like(excess, x) * gl.load(", "x - 0.0 * like(excess, x) * gl.load(",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_other_data", "causal and low",
+        "FAIL B2 RMS of dq",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: what arrives at the log-sum-exp is taken for an error", SPLIT_ROWS,
+        "tl.store(sums_ptr + at, sums)", "tl.store(sums_ptr + at, 0.0 * sums)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_other_data", "causal and low",
+        "FAIL B2 RMS of dq",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: what arrives at the log-sum-exp overflows", SPLIT_ROWS,
+        "most = LARGEST_DLSE - bits - v_exponent", "most = bits * 0 + exponent",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_of_a_loss_of_the_log_sum_exp_alone", "",
+        "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: keys of the next sequence in a tile", SPLIT_ROWS,
+        "begin, first, low_row, high_row, UNIT, HEAD_DIM, ROWS,",
+        "begin, first, low_row, 2147483647 - begin * 0, UNIT, HEAD_DIM, ROWS,",
+        NEIGHBOURS_ON_CPU, "float32 and causal", "d",
     ),
 ]  # fmt: skip

@@ -32,6 +32,16 @@ class Value(Tensor):
 
     type = types.SimpleNamespace(layout=None)  # type: ignore[assignment]
 
+    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:  # type: ignore[override]
+        """Converted; with `bitcast`, the same bits."""
+        if not bitcast:
+            return super().to(dtype)
+        return (
+            self.as_subclass(Tensor).int().view(dtype).as_subclass(Value)
+            if dtype.is_floating_point
+            else (self.as_subclass(Tensor).contiguous().view(dtype).as_subclass(Value))
+        )
+
 
 class Failed(Exception):
     """Another role failed, so this one waits for nothing."""
@@ -345,6 +355,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "tanh_of_tile": tanh_of_tile,
         "rescale": lambda acc, alpha: acc * alpha,
         "settle": settled,
+        "add_scaled": lambda total, factor, x: fused_multiply_add(factor, x, total),
         "add_up": lambda acc, alpha, large, small: acc * alpha + (large + number(small)),
         "number": number,
         "hide": hidden,

@@ -15,6 +15,7 @@ from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import OTHER_ORDER, backward_references, judge_backward
 from tests.conformance.harness import DEVICE, GPU, bits
 from warpwave.kernels.hopper import flash_bwd
+from warpwave.kernels.hopper.flash_bwd.config import group_splits
 from warpwave.workbench.verify.reference import Gradients
 
 pytestmark = [
@@ -35,6 +36,16 @@ GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if nam
     "heads": ((1, 1), (2, 2), (4, 2), (3, 1), (12, 3), (32, 8)),
     "batch": (1, 2, 5),
     "window": ((-1, -1), (64, 0), (13, 13), (-1, 5), (127, 128)),
+}
+
+
+# In float32, of every head size up to 128, without what these launches refuse.
+IN_FLOAT32: dict[str, Any] = {
+    name: values for name, values in GRID.items() if name not in ("mask", "bias", "softcap", "sinks")
+} | {
+    "dtype": ("float32:default", "float32:tf32x3"),
+    "dims": ((8, 8), (64, 64), (59, 59), (80, 80), (111, 96), (128, 128), (64, 128), (128, 64), (40, 24), (8, 16)),
+    "lengths": (*(lengths for lengths in GRID["lengths"] if lengths[1] >= 64), (799, 64)),
 }
 
 
@@ -78,6 +89,58 @@ def test_gates(case: Case, data: Data, config: int) -> None:
     references = backward_references(call.problem, call.operands, dout, dlse)
     verdict = judge_backward(call.problem, references, gradients(call, dout, dlse, config))
     assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("data", DATA_SETS)
+@pytest.mark.parametrize("case", cases.pairwise(IN_FLOAT32), ids=str)
+def test_float32_gates(case: Case, data: Data, seed: int) -> None:
+    call = cases.build(case, data, DEVICE, seed)
+    assert not flash_bwd.why_not(call.problem, GPU)
+    dout, dlse = upstream(call)
+    dout.flatten(0, -3)[::16] *= 1000
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    verdict = judge_backward(call.problem, references, gradients(call, dout, dlse))
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("features", ["full", "causal", "packed"])
+@pytest.mark.parametrize(
+    ("dims", "dtype"),
+    [
+        *(((d, d), "bfloat16") for d in (64, 128, 256)),
+        ((192, 128), "float16"),
+        *(((d, d), "float32:default") for d in (64, 128)),
+    ],
+    ids=str,
+)
+def test_splits_of_a_group(dims: tuple[int, int], dtype: str, features: str) -> None:
+    """Of few kv heads, the query heads of a tile of keys are those of several blocks, in both ways."""
+    case = replace(PLAIN, dtype=dtype, dims=dims, lengths=(2100, 2000), heads=(8, 1), **REPEATED[features])
+    call = cases.build(replace(case, batch=2), "normal", DEVICE)
+    dout, dlse = upstream(call)
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    for i, config in enumerate(flash_bwd.configs(call.problem, GPU)):
+        assert group_splits(call.problem, config) > 1
+        found = gradients(call, dout, dlse, i, deterministic=True)
+        verdict = judge_backward(call.problem, references, found)
+        assert verdict.passed, str(verdict)
+        again = gradients(call, dout, dlse, i, deterministic=True)
+        assert bits(*again[:3]) == bits(*found[:3])
+
+
+@pytest.mark.parametrize("features", REPEATED)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_float32_gradients_repeat_bit_for_bit(dims: tuple[int, int], features: str) -> None:
+    case = replace(
+        PLAIN, dtype="float32:default", dims=dims, lengths=(1500, 1400), heads=(8, 4),
+        **{"batch": 5, **REPEATED[features]},
+    )  # fmt: skip
+    call = cases.build(case, "normal", DEVICE)
+    dout, dlse = upstream(call)
+    first = gradients(call, dout, dlse)
+    for _ in range(50):
+        assert bits(*gradients(call, dout, dlse)[:3]) == bits(*first[:3])
 
 
 @pytest.mark.parametrize("features", REPEATED)

@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.test_new_lengths import Card, card, device, known, pytestmark
+from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_bwd import kernel
 from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, steps_of_dq
@@ -89,6 +91,86 @@ def test_a_mask_of_other_strides_is_packed_by_them(card: Card) -> None:
     packing = {i for i, name in enumerate(compiled(card), 1) if name == "pack_mask_kernel"}
     strides = [numbers[2:4] for function, _, _, numbers in card.bound if function in packing]
     assert strides == [[512, 1], [1, 512], [256, 1], [1, 256]], "the mask and its transpose, once for each layout"
+
+
+PARTS = ["maxima_kernel", "split_rows_kernel", "split_dq_kernel", "split_dkv_kernel"]
+
+
+def in_float32(packed: bool = False) -> list[torch.Tensor]:
+    """Views of one tensor, whose rows are no multiple of 16 bytes."""
+    shape = (512, 2, 3 * 59) if packed else (2, 256, 2, 3 * 59)
+    return list(torch.randn(shape).requires_grad_().split(59, -1))
+
+
+def test_float32_takes_parts(card: Card) -> None:
+    q, k, v = in_float32()
+    for _ in range(2):
+        grads = torch.autograd.grad(warpwave.attention(q, k, v, causal=True).sum(), (q, k, v))
+    assert compiled(card)[-4:] == PARTS and compiled(card).count("split_dq_kernel") == 1
+    assert [(g.shape, g.dtype, g.is_contiguous()) for g in grads] == [(t.shape, t.dtype, True) for t in (q, k, v)]
+    out, lse = warpwave.attention(q, k, v, causal=True, return_lse=True)
+    torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    parts = [spec for spec in card.compiled if spec.kernel.__name__ == "split_rows_kernel"]
+    assert [spec.tensors[6] is None for spec in parts] == [True, False], "what arrives at the log-sum-exp"
+
+
+def test_packed_float32_takes_parts(card: Card) -> None:
+    q, k, v = in_float32(packed=True)
+    ends = torch.tensor([0, 200, 512], dtype=torch.int32)
+    out = warpwave.attention_varlen(
+        q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=312, max_seqlen_k=312, alibi_slopes=torch.rand(2)
+    )
+    torch.autograd.grad(out.sum(), (q, k, v))
+    assert compiled(card)[-4:] == PARTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "bf16x6"}, "precision 'bf16x6' is ieee here; its float32 products are fp16x3"),
+        ({"precision": "tf32"}, "precision 'tf32' is fp16x1 here"),
+        ({"precision": "ieee"}, "precision 'ieee' is ieee here"),
+        ({"error_budget": 1e-2}, "precision 'default' is fp16x1 here"),
+        ({"head_dim": 192}, "head_dim is 192; in float32, two parts of a tile must fit shared memory, 128 at most"),
+        ({"head_dim": 7}, "head_dim is 7; in float32, smaller ones are not accurate enough, 8 at least"),
+        ({"head_dim_v": 1}, "head_dim_v is 1; in float32, smaller ones are not accurate enough, 8 at least"),
+        ({"seqlen_k": 63}, "seqlen_k is 63; in float32, smaller ones are not accurate enough, 64 at least"),
+        (
+            {"packed": True, "total_q": 512, "total_k": 512, "batch": 9, "seqlen_k": 63},
+            "seqlen_k is 63; in float32, smaller ones are not accurate enough, 64 at least",
+        ),
+        ({"softcap": 15.0}, "in float32 it does not support softcap"),
+        ({"has_sinks": True}, "in float32 it does not support sinks"),
+        ({"mask_shape": (1, 1, 512, 512)}, "in float32 it does not support a mask"),
+        ({"bias_shape": (1, 1, 512, 512), "bias_dtype": "float32"}, "in float32 it does not support a bias"),
+        ({"error_budget": 1e-7}, "no float32 arithmetic it has"),
+        ({"seqlen_q": 0}, "there are no queries or no keys"),
+    ],
+    ids=str,
+)
+def test_float32_is_refused_for_a_reason(changes: dict[str, Any], reason: str) -> None:
+    gpu = Gpu.for_arch("sm_90")
+    problem = AttentionProblem(
+        batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=64, head_dim_v=64,
+        dtype="float32", softmax_scale=0.125,
+    )  # fmt: skip
+    for precision in ("default", "fp16x3", "tf32x3", "bf16x3"):
+        assert not kernel.why_not(replace(problem, precision=precision), gpu)
+    (found,) = kernel.why_not(replace(problem, **changes), gpu)
+    assert found.startswith(reason)
+    serving = [module.NAME for module in dispatch.gradient_kernels(replace(problem, **changes), gpu)]
+    assert serving[:1] == (["flash_bwd"] if changes != {"error_budget": 1e-7} else [])
+
+
+def test_parts_of_every_head_size_fit_shared_memory() -> None:
+    gpu = Gpu.for_arch("sm_90")
+    for head_dim, head_dim_v in itertools.product(range(8, 129, 10), repeat=2):
+        problem = AttentionProblem(
+            batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=head_dim,
+            head_dim_v=head_dim_v, dtype="float32", softmax_scale=0.1,
+        )  # fmt: skip
+        (config,) = kernel.configs(problem, gpu)
+        assert kernel.smem_bytes(problem, config) <= SMEM_PER_BLOCK
 
 
 @pytest.mark.parametrize(("fields", "text"), [((32, 2, True), "block_m is 32"), ((64, 0, True), "at least 1"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call
+from tests.conformance.datasets import Data
 from tests.conformance.gates import backward_references, judge_backward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
@@ -36,8 +37,20 @@ def on_cpu(
 ) -> Gradients:  # fmt: skip
     """The gradients by the launches' own source, from out and lse of the reference, or from others. With `more`, those
     of bias and slopes as well."""
-    from warpwave.kernels.hopper import parts, rows, scheduler, words
-    from warpwave.kernels.hopper.flash_bwd import band, bias, dkv, dq, joint, producer, steps, turns
+    from warpwave.kernels.hopper import parts, rows, scheduler, softmax, split_float32, words
+    from warpwave.kernels.hopper.flash_bwd import (
+        band,
+        bias,
+        dkv,
+        dq,
+        joint,
+        producer,
+        split_dkv,
+        split_dq,
+        split_steps,
+        steps,
+        turns,
+    )
 
     problem = replace(call.problem, return_lse=True, deterministic=deterministic)
     exact = exact or oracle(problem, call.operands)
@@ -62,7 +75,10 @@ def on_cpu(
         tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
-            modules = (band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, turns, words)
+            modules = (
+                *(band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, turns, words),
+                *(softmax, split_dkv, split_dq, split_float32, split_steps),
+            )
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})
         else:
             launch.bind(step.launch)(*step.launch.tensors)
@@ -181,10 +197,13 @@ def test_gradients_drop_the_pairs_of_the_contract(dims: tuple[int, int], config:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("config", [0, 1])
-def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, packed: bool) -> None:
+@pytest.mark.parametrize(("config", "dtype"), [(0, "float16"), (1, "float16"), (0, "float32:default")])
+def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, dtype: str, packed: bool) -> None:
     """Every window begins behind its query's causal edge, though keys before the last edge lie in some window."""
-    case = replace(SHORT, lengths=(63, 193), causal="top_left", window=(70, 20), sinks=True, packed=packed)
+    case = replace(
+        SHORT, dtype=dtype, lengths=(63, 193), causal="top_left", window=(70, 20), sinks=dtype == "float16",
+        packed=packed,
+    )  # fmt: skip
     call = cases.build(case, "normal", CPU)
     problem, q = replace(call.problem, return_lse=True), call.operands.q
     exact = oracle(problem, call.operands)
@@ -192,14 +211,24 @@ def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, packed: 
     dout, dlse = torch.full_like(q, torch.nan), torch.ones(exact.lse.shape)
     got = on_cpu(call._replace(operands=operands), dout, dlse, config, exact)
     assert not torch.stack([g.count_nonzero() for g in (got.dq, got.dk, got.dv)]).any()
-    assert got.dsinks is not None and got.dsinks.tolist() == [q[..., 0, 0].numel()] * 2  # all of the log-sum-exp
+    if problem.has_sinks:
+        assert got.dsinks is not None and got.dsinks.tolist() == [q[..., 0, 0].numel()] * 2  # all of the log-sum-exp
 
 
-@pytest.mark.parametrize(("dims", "config"), [((64, 64), 0), ((128, 128), 0), ((192, 128), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "config", "dtype"),
+    [
+        *((dims, 0, "float16") for dims in ((64, 64), (128, 128), (192, 128))),
+        ((64, 64), 0, "float32:default"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("features", [{}, {"causal": "bottom_right"}, {"window": (20, 7)}], ids=str)
-def test_nan_of_a_neighbor_stays_there(features: dict[str, Any], dims: tuple[int, int], config: int) -> None:
+def test_nan_of_a_neighbor_stays_there(
+    features: dict[str, Any], dims: tuple[int, int], config: int, dtype: str
+) -> None:
     """Tiles that reach into the next packed sequence take nothing from it."""
-    case = replace(SHORT, dims=dims, packed=True, batch=5, lengths=(70, 150), lse=False, **features)
+    case = replace(SHORT, dtype=dtype, dims=dims, packed=True, batch=5, lengths=(70, 150), lse=False, **features)
     call = cases.build(case, "normal", CPU)
     dout = torch.randn(*call.operands.q.shape[:-1], dims[1], generator=torch.Generator().manual_seed(2))
     dout = dout.to(call.operands.q.dtype)
@@ -218,15 +247,117 @@ def test_nan_of_a_neighbor_stays_there(features: dict[str, Any], dims: tuple[int
 # Query heads of a group in several blocks ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [0, 1])
+@pytest.mark.parametrize(("config", "dtype"), [(0, "float16"), (1, "float16"), (0, "float32:default")])
 @pytest.mark.parametrize("features", ["causal", "packed", "window"])
-def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, config: int) -> None:
+def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, config: int, dtype: str) -> None:
     """As few and long blocks have them, here of a short call."""
     monkeypatch.setattr(flash_bwd_config, "LEAST_STEPS", 0)
-    call = cases.build(replace(SHORT, **{**CALLS[features], "heads": (8, 2)}), "normal", CPU)
+    heads: dict[str, Any] = {"heads": (8, 2), "dtype": dtype}
+    if dtype != "float16":
+        heads |= {"sinks": False, "softcap": 0.0}
+    call = cases.build(replace(SHORT, **{**CALLS[features], **heads}), "normal", CPU)
     of = flash_bwd.configs(call.problem, H200)[config]
     assert flash_bwd_config.group_splits(call.problem, of) == 4
     judge(call, more=False, config=config)
+
+
+# float32, in parts ----------------------------------------------------------------------------------------------------
+
+
+def in_float32(features: dict[str, Any], dims: tuple[int, int], data: Data = "normal") -> Call:
+    """A call without softcap and sinks, which these launches do not take."""
+    case = replace(SHORT, dtype="float32:default", dims=dims, **{**features, "softcap": 0.0, "sinks": False})
+    call = cases.build(case, data, CPU)
+    assert not flash_bwd.why_not(call.problem, H200)
+    return call
+
+
+def upstream(call: Call, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """dout and dlse, of which dout has a few large rows."""
+    g = torch.Generator().manual_seed(2)
+    dout = torch.randn(*call.operands.q.shape[:-1], call.problem.head_dim_v, generator=g)
+    dlse = torch.randn(dout.shape[:-1], generator=g).transpose(-1, -2).contiguous()
+    dout.flatten(0, -3)[::16] *= 1000
+    return dout * scale, dlse * scale
+
+
+def judge_parts(call: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    found = on_cpu(call, dout, dlse, 0)
+    verdict = judge_backward(call.problem, references, found)
+    assert verdict.passed, str(verdict)
+    return found
+
+
+SOME = ("causal", "window", "packed window")
+
+
+@pytest.mark.parametrize(
+    ("dims", "features"),
+    [
+        *((dims, name) for dims in ((64, 64), (40, 24)) for name in CALLS),
+        *((dims, name) for dims in ((128, 128), (64, 80), (59, 111)) for name in SOME),
+    ],
+    ids=str,
+)
+def test_float32_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
+    call = in_float32(CALLS[features], dims)
+    dout, dlse = upstream(call)
+    judge_parts(call, dout, dlse if features != "full" else None)
+
+
+@pytest.mark.parametrize("data", ["sharp", "low"])
+@pytest.mark.parametrize("features", ["full", *SOME])
+def test_float32_on_other_data(features: str, data: Data) -> None:
+    call = in_float32({"heads": (4, 2), "batch": 2, **CALLS[features]}, (64, 64), data)
+    judge_parts(call, *upstream(call))
+
+
+@pytest.mark.parametrize("features", DROPPED)
+def test_float32_with_dropout_on_a_cpu(features: str) -> None:
+    """With NaN in rows that see nothing or that nothing sees, where tiles begin."""
+    call = in_float32({**DROPPED[features], "dropout": 0.3, "lse": False}, (64, 40))
+    judge(call, "from" in features, more=False)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e15])
+def test_float32_of_any_magnitude(scale: float) -> None:
+    """Columns of k, v and q span four decades, and what arrives may be as small or large as float32 holds."""
+    call = in_float32({"lengths": (150, 200)}, (64, 64))
+    q, k, v = call.operands[:3]
+    for tensor, factor in ((q, 1 / 30), (k, 30.0), (v, 100.0)):
+        tensor[..., 3] *= factor
+    v *= 1e-3 / scale if scale > 1 else 1.0
+    judge_parts(call, *upstream(call, scale))
+
+
+def test_float32_of_a_loss_of_the_log_sum_exp_alone() -> None:
+    call = in_float32({"causal": "bottom_right"}, (64, 64))
+    dout, dlse = upstream(call)
+    found = judge_parts(call, torch.zeros_like(dout), 1e6 * dlse)
+    assert not found.dv.any()
+
+
+def test_float32_of_rows_that_see_one_key() -> None:
+    """dP - delta cancels in the first row of each head: its gradients are a rounding error."""
+    call = in_float32({"causal": "top_left", "lengths": (64, 64), "heads": (2, 2), "batch": 2}, (64, 64), "sharp")
+    dout, _ = upstream(call)
+    found = judge_parts(call, dout, None)
+    assert found.dq[:, 0].abs().max() < 1e-6 * found.dq.abs().max()
+
+
+def test_float32_infinities_reach_the_rows_that_see_them() -> None:
+    call = in_float32({"causal": "bottom_right", "lengths": (150, 150), "lse": False}, (64, 64))
+    dout, _ = upstream(call)
+    expected = on_cpu(call, dout, None, 0)
+    exact = oracle(replace(call.problem, return_lse=True), call.operands)
+    v = call.operands.v.clone()
+    v[:, 100, 0, 7] = torch.inf
+    changed = call._replace(operands=call.operands._replace(v=v))
+    out = exact.out.clone()
+    out[:, 100:, :, 7] = torch.inf
+    found = on_cpu(changed, dout, None, 0, exact._replace(out=out))
+    assert torch.equal(found.dq[:, :64], expected.dq[:, :64]) and not found.dq[:, 100:].isfinite().all(-1).any()
 
 
 # Features; whether the bias has axes of batch, heads, queries and keys; its type if not the call's.
@@ -332,9 +463,13 @@ def test_biases_of_large_magnitude_stay_finite(largest: float) -> None:
     assert found.dq[:, 190].abs().max() < 1e-2, "one key takes everything, so no score changes anything"
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32:default"])
 @pytest.mark.parametrize(
     "features", [{}, {"packed": True, "batch": 4, "causal": "top_left", "alibi": "batch"}], ids=str
 )
-def test_slopes_on_a_cpu(features: dict[str, Any]) -> None:
-    case = replace(SHORT, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": 15.0, **features})
+def test_slopes_on_a_cpu(features: dict[str, Any], dtype: str) -> None:
+    softcap = 15.0 if dtype == "float16" else 0.0
+    case = replace(
+        SHORT, dtype=dtype, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": softcap, **features}
+    )
     judge(cases.build(case, "normal", CPU))

@@ -160,12 +160,15 @@ def test_both_passes_are_the_sum_of_each() -> None:
 
 
 def test_a_launch_that_adds_says_how_much_and_one_that_repeats_says_what() -> None:
-    hopper, portable = str(on("h200")), str(on("h100", dtype="float32"))
+    hopper, portable = str(on("h200")), str(on("a100", dtype="float32"))
     steps = 4 * 16 * 32 * 64  # heads x tiles of keys x tiles of queries
     assert f"{steps * 64 * 128 * 4 / 1e9:.4g} GB added to sums of dQ in L2" in hopper
     assert "5 products of a visible tile where 5 are needed\n" in hopper
     assert "9 products of a visible tile where 5 are needed: scores are computed again" in portable
     assert "launches of 4,096, 132 and 4,096 blocks on 132 SMs" in hopper
+    in_parts = str(on("h100", dtype="float32"))
+    assert "7 products of a visible tile where 5 are needed: scores are computed again" in in_parts
+    assert "launches of 8,192, 12,288, 132 and 132 blocks on 132 SMs" in in_parts
 
 
 def test_amd_has_compute_units_and_no_kernel_of_hoppers() -> None:

@@ -15,7 +15,7 @@ Bound: memory: 4 bytes per element are read, of K and V twice, and 2 or 4 writte
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,7 @@ def _place(tile, sequences: Sequences, heads, batch, IS_KEYS: tl.constexpr, BLOC
 
 
 @jit
-def _load_rows(
+def load_rows(
     tensor: InUnits, item, head, begin, first, low_row, high_row, UNIT: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -82,19 +82,27 @@ def _load_rows(
 
 
 @jit
-def _largest(x):
+def largest_of(x):
     """Returns the largest finite magnitude of a tile."""
     magnitudes = tl.abs(x)
     return tl.max(tl.max(tl.where(magnitudes < float("inf"), magnitudes, 0.0), 1), 0)
 
 
 @jit
-def _power_of_two(exponent):
+def power_of_two(exponent):
+    """Returns 2^exponent, a normal number."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
-def _half_part(x, IS_NVIDIA: tl.constexpr):
+def exponent_for(largest, MOST: tl.constexpr):
+    """Returns the exponent, at most MOST, of the scale that brings the largest magnitude to [2^14, 2^15)."""
+    exponent = LARGEST_EXPONENT + 127 - (largest.to(tl.int32, bitcast=True) >> 23)
+    return tl.minimum(exponent, MOST)
+
+
+@jit
+def half_part(x, IS_NVIDIA: tl.constexpr):
     """Returns the float16 nearest to x, 11 of its 24 bits, and the remainder of x; NaN if x is not finite."""
     if IS_NVIDIA and not IN_INTERPRETER:
         # The numbers are used again as float32, so the compiler would convert them one by one, at a quarter of the
@@ -115,8 +123,8 @@ def _maximum_of_tile(
     """Returns the largest finite magnitude of one tile's rows in use."""
     item, head, first, _, _ = _place(tile, sequences, heads, batch, True, BLOCK_ROWS)
     begin, low_row, high_row = rows_in_use(item, sequences, window, True)
-    x = _load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
-    tl.store(maxima_ptr + tile, _largest(x))
+    x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
+    tl.store(maxima_ptr + tile, largest_of(x))
 
 
 @jit
@@ -132,27 +140,26 @@ def _scale_tile(
     item, head, first, number, step = _place(tile, sequences, heads, batch, IS_KEYS, BLOCK_ROWS)
     begin, low_row, high_row = rows_in_use(item, sequences, window, IS_KEYS)
     if (first < high_row) & (first + BLOCK_ROWS > low_row):
-        x = _load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
+        x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
         largest = tl.full((), 0.0, tl.float32)
         if not IS_KEYS:
-            largest = _largest(x)
+            largest = largest_of(x)
         elif OWN_MAXIMUM:
             for row in range(low_row, high_row, OWN_ROWS):
-                others = _load_rows(tensor, item, head, begin, row, low_row, high_row, UNIT, WIDTH, OWN_ROWS, BLOCK_D)
-                largest = tl.maximum(largest, _largest(others))
+                others = load_rows(tensor, item, head, begin, row, low_row, high_row, UNIT, WIDTH, OWN_ROWS, BLOCK_D)
+                largest = tl.maximum(largest, largest_of(others))
         else:
             first_tile, last_tile = low_row // BLOCK_ROWS, (high_row - 1) // BLOCK_ROWS
             for i in range(first_tile, last_tile + 1, 128):
                 tiles = i + tl.arange(0, 128)
                 found = tl.load(maxima_ptr + number + tiles * step, mask=tiles <= last_tile, other=0.0)
                 largest = tl.maximum(largest, tl.max(found, 0))
-        exponent = LARGEST_EXPONENT + 127 - (largest.to(tl.int32, bitcast=True) >> 23)
-        exponent = tl.minimum(exponent, MOST_SCALED)
+        exponent = exponent_for(largest, MOST_SCALED)
         if not IS_KEYS:
-            tl.store(inverse_ptr + tile, _power_of_two(-exponent))
+            tl.store(inverse_ptr + tile, power_of_two(-exponent))
         elif first <= low_row:
-            tl.store(inverse_ptr + (item * heads + head) * 2, _power_of_two(-exponent))
-        x *= _power_of_two(exponent)
+            tl.store(inverse_ptr + (item * heads + head) * 2, power_of_two(-exponent))
+        x *= power_of_two(exponent)
         rows = first + tl.arange(0, BLOCK_ROWS)
         dims = tl.arange(0, BLOCK_D)
         batch_head = head.to(tl.int64)
@@ -163,7 +170,7 @@ def _scale_tile(
             rows_of_head = sequences.seqlen_k if IS_KEYS else sequences.seqlen_q
         inside = ((rows >= low_row) & (rows < high_row))[:, None] & (dims < ROW)[None, :]
         for i in tl.static_range(PARTS):
-            part, x = _half_part(x, IS_NVIDIA)
+            part, x = half_part(x, IS_NVIDIA)
             row = (batch_head * PARTS + i) * rows_of_head + begin + rows
             tl.store(parts_ptr + row[:, None] * ROW + dims[None, :], part, mask=inside)
 
@@ -300,6 +307,43 @@ def workspace_floats(problem: AttentionProblem) -> tuple[int, int]:
     return problem.batch * 2 * problem.num_heads_kv + tiles_q, 0 if own_maximum(problem) else 2 * tiles_k
 
 
+def _constants_and_options(
+    problem: AttentionProblem, gpu: Gpu, widths: tuple[int, int]
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Returns the compile-time arguments and the options that the launches share. `widths`: elements of a row of parts
+    of k, and of v."""
+    ahead = gpu.arch == "sm_90" and not INTERPRETED  # programmatic dependent launch
+    blocks = {"BLOCK_D": padded(widths[0]), "BLOCK_DV": padded(widths[1])}
+    band = {"IS_VARLEN": problem.packed, **arguments.band_constants(problem), "LAUNCHED_AHEAD": ahead}
+    # 32 elements a thread, or 64 if every program scans its head, which it reads at once.
+    options = {"num_warps": max(4, max(blocks.values()) // 16), "num_stages": 1, "enable_fp_fusion": False}
+    options |= {"launch_pdl": True} if ahead else {}
+    return {"HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v} | blocks | band, options
+
+
+def specify_maxima(
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, maxima: torch.Tensor, widths: tuple[int, int]
+) -> launch.Launch:
+    """Returns the launch that finds the largest magnitude of each tile of k and v in use.
+
+    Args:
+        maxima: float32 (2, tiles of k), to be written.
+        widths: elements of a row of parts of k, and of v.
+    """
+    strides, unit = operand_strides(problem, operands[:3])
+    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *arguments.window(problem)]
+    constants, options = _constants_and_options(problem, gpu, widths)
+    tiles_k = num_tiles(problem)[1]
+    return launch.Launch(
+        kernel=maxima_kernel,
+        grid=2 * tiles_k,
+        tensors=(*operands[1:3], operands.cu_seqlens_q, operands.cu_seqlens_k, maxima),
+        scalars=[*strides[4:], *lengths, problem.batch, problem.num_heads_kv, tiles_k],
+        constants={"UNIT": unit} | constants,
+        options=options,
+    )
+
+
 def specify(
     problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, arithmetic: str, shapes: tuple[tuple[int, ...], ...]
 ) -> Scaling:
@@ -317,26 +361,11 @@ def specify(
     strides, unit = operand_strides(problem, operands[:3])
     cu_seqlens = (operands.cu_seqlens_q, operands.cu_seqlens_k)
     lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *arguments.window(problem)]
-    widths = {"UNIT": unit, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v}
-    blocks = {"BLOCK_D": padded(shapes[0][-1]), "BLOCK_DV": padded(shapes[2][-1])}
-    widest = max(blocks.values())
-    ahead = gpu.arch == "sm_90" and not INTERPRETED  # programmatic dependent launch
-    band = {"IS_VARLEN": problem.packed, **arguments.band_constants(problem), "LAUNCHED_AHEAD": ahead}
-    # 32 elements a thread, or 64 if every program scans its head, which it reads at once.
-    options = {"num_warps": max(4, widest // 16), "num_stages": 1, "enable_fp_fusion": False}
-    options |= {"launch_pdl": True} if ahead else {}
+    constants, options = _constants_and_options(problem, gpu, (shapes[0][-1], shapes[2][-1]))
+    widest = max(constants["BLOCK_D"], constants["BLOCK_DV"])
     launches = []
     if maxima is not None:
-        launches.append(
-            launch.Launch(
-                kernel=maxima_kernel,
-                grid=2 * tiles_k,
-                tensors=(*operands[1:3], *cu_seqlens, maxima),
-                scalars=[*strides[4:], *lengths, problem.batch, problem.num_heads_kv, tiles_k],
-                constants=widths | blocks | band,
-                options=options,
-            )
-        )
+        launches.append(specify_maxima(problem, gpu, operands, maxima, (shapes[0][-1], shapes[2][-1])))
     else:
         options["num_warps"] = 16
     of_parts = {"ROW": shapes[0][-1], "ROW_V": shapes[2][-1], "PARTS": PARTS[arithmetic]}
@@ -352,7 +381,7 @@ def specify(
             # A pointer with arithmetic on it must not be absent: the inverses replace maxima that are never read.
             tensors=(*operands[:3], *cu_seqlens, *parts, inverses, inverses if maxima is None else maxima),
             scalars=[*strides, *lengths, problem.batch, problem.num_heads_q, problem.num_heads_kv, tiles_q, tiles_k],
-            constants=widths | of_parts | blocks | how | band,
+            constants={"UNIT": unit} | constants | of_parts | how,
             options=options,
         )
     )

@@ -1,6 +1,6 @@
 """`hopper/flash_bwd`: warp-specialized gradients for Hopper, in Gluon."""
 
-from warpwave.kernels.hopper.flash_bwd.config import notes
+from warpwave.kernels.hopper.flash_bwd.config import ABLE, notes
 from warpwave.kernels.hopper.flash_bwd.kernel import (
     GRADIENTS,
     NAME,
@@ -17,6 +17,7 @@ from warpwave.kernels.hopper.flash_bwd.kernel import (
 )
 
 __all__ = [
+    "ABLE",
     "GRADIENTS",
     "NAME",
     "NEEDS_GPU",

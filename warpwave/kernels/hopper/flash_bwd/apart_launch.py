@@ -114,31 +114,14 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     of_bias = [host.bias_plan(source, sources[source], (ROWS, block_n)) for source in range(5, len(sources))]
     plans += [*of_bias, *[None] * (2 - len(of_bias))]
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
-    group_size = problem.num_heads_q // problem.num_heads_kv
-    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype])
-    scale, softcap_log2 = host.score_units(problem)
+    key_bytes = (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
+    statistic_rows = launches.query_tiles(problem, config.block_m) * config.block_m
     of = launch.Launch(
         kernel=dq.dq_kernel,
         grid=min(tiles, gpu.num_sms or host.NUM_SMS),
         tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
-            arguments.slope_strides(tensors.operands.alibi_slopes)[0],
-            *launches.head_strides(problem, tensors.dq),
-            tiles,
-            problem.num_heads_q,
-            group_size,
-            problem.batch,
-            -(-problem.seqlen_q // block_m),
-            min(problem.batch * problem.num_heads_q, max(1, host.L2_BYTES // kv_bytes) * group_size),
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.total_q,
-            problem.total_k,
-            *arguments.window(problem),
-            launches.query_tiles(problem, config.block_m) * config.block_m,
-            scale,
-            softcap_log2,
-            problem.softmax_scale,
+            *launches.of_queries(problem, tensors, key_bytes, block_m, statistic_rows),
             *_word_strides(problem, transposed=False),
             *arguments.broadcast_strides(tensors.workspace.walks)[:3],
             *arguments.broadcast_strides(tensors.operands.bias)[:3],

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons, rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
+from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
 MAX_JOINT = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
+MAX_SPLIT = 128  # in float32: above it, the parts of a block's tiles do not fit shared memory
+# In float32. With 3 keys, and at head_dim 1, an H200 was less accurate than the gates allow (docs/notes/float32.md).
+MIN_SPLIT = 8
+MIN_SPLIT_KEYS = 64
+ABLE = ("fp16x3",)  # the arithmetic of float32
 NARROW = 64
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
@@ -67,6 +74,12 @@ APART = Config(128, 2, is_joint=False)
 # A row lists all configs of a call, the default first.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
+        "float32",
+        lambda problem: problem.dtype == "float32",
+        (Config(64, 2, is_joint=False),),
+        "not measured; parts of wider tiles do not fit shared memory at head_dim 128",
+    ),
+    Rule(
         "head_dim above 128",
         lambda problem: max(problem.head_dim, problem.head_dim_v) > MAX_JOINT,
         (Config(64, 2, is_joint=False),),
@@ -115,14 +128,51 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason the kernel cannot compute the problem's gradients; empty if it can."""
     found = reasons.of_hopper(gpu)
     if problem.dtype == "float32":
-        found.append("dtype is float32; it multiplies float16 and bfloat16")
+        return found + _against_float32(problem, gpu)
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"dK must fit the registers, {MAX_HEAD_DIM} at most")
-    if 0 in (problem.rows, problem.batch, problem.total_k if problem.packed else problem.seqlen_k):
-        found.append("there are no queries or no keys, so nothing to launch")
+    found += _of_empty(problem)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % 8:
             found.append(f"{name} is {size}; rows copied by TMA are a multiple of 16 bytes, so it must be one of 8")
     return found
+
+
+def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns every reason the kernel cannot compute the gradients of a float32 problem on a Hopper GPU."""
+    found = reasons.of_widths(
+        problem, MAX_SPLIT, f"in float32, two parts of a tile must fit shared memory, {MAX_SPLIT} at most"
+    )
+    sizes = (
+        *(("head_dim", problem.head_dim, MIN_SPLIT), ("head_dim_v", problem.head_dim_v, MIN_SPLIT)),
+        ("seqlen_k", problem.seqlen_k, MIN_SPLIT_KEYS),
+    )
+    found += [
+        f"{name} is {size}; in float32, smaller ones are not accurate enough, {least} at least"
+        for name, size, least in sizes
+        if size < least
+    ]
+    # One part could not take the log-sum-exp of a forward that multiplies more of them: logits differ by 2^-11.
+    of_forward = precision.arithmetic(problem, gpu, tuple(scale_ahead.PARTS))
+    if of_forward not in ABLE:
+        found.append(
+            f"precision {problem.precision!r} is {of_forward} here; its float32 products are {', '.join(ABLE)}"
+        )
+    found += precision.why_not(problem, gpu, ABLE)
+    others = {
+        "a mask": problem.mask_shape is not None,
+        "a bias": problem.bias_shape is not None,
+        "softcap": problem.softcap > 0,
+        "sinks": problem.has_sinks,
+    }
+    found += [f"in float32 it does not support {name}" for name, there in others.items() if there]
+    return found + _of_empty(problem)
+
+
+def _of_empty(problem: AttentionProblem) -> list[str]:
+    """Returns the reason of a kernel that launches nothing if there are no queries or no keys."""
+    if 0 in (problem.rows, problem.batch, problem.total_k if problem.packed else problem.seqlen_k):
+        return ["there are no queries or no keys, so nothing to launch"]
+    return []
 
 
 def has_hidden_rows(problem: AttentionProblem) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
 from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
+from warpwave.kernels.hopper.flash_bwd import split_launch, split_rows
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
@@ -32,6 +33,8 @@ APART = "apart"  # `Cost.loop`
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what the launches move and compute, whole tiles and padding included, in the order in which they run."""
+    if problem.dtype == "float32":
+        return _in_parts(problem, gpu, config)
     rows, size = problem.rows * problem.num_heads_q, DTYPE_BYTES[problem.dtype]
     # whole tiles
     tiles = heads_of(problem) * query_tiles(problem, config.block_m)
@@ -53,18 +56,48 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         copies = _copied_bytes(problem)
         workspace += copies
         zeros = (*zeros, of_copies(copies))
-    splits = group_splits(problem, config)
-    divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
-    ends: tuple[Cost, ...] = ()
-    if splits > 1:
-        of_splits = size * (problem.head_dim + problem.head_dim_v) * keys_of(divided)
-        workspace += of_splits
-        ends = (Cost(0, 0, 0, of_splits, of_splits // splits, first_bytes=of_splits + of_splits // splits, launches=2),)
+    divided, added, ends = _of_splits(problem, config)
+    workspace += added
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
         return in_turn(parts, workspace)
     finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, threads)
     return in_turn((*zeros, first, _joint(divided, gpu, config, sums), finish, *ends), workspace)
+
+
+def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProblem, int, tuple[Cost, ...]]:
+    """Returns the problem whose kv heads are the splits of the call's (`config.group_splits`), the bytes of their dK
+    and dV, and the cost of adding these up."""
+    splits = group_splits(problem, config)
+    if splits == 1:
+        return problem, 0, ()
+    divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
+    read = DTYPE_BYTES[problem.dtype] * (problem.head_dim + problem.head_dim_v) * keys_of(divided)
+    written = read // splits
+    return divided, read, (Cost(0, 0, 0, read, written, first_bytes=read + written, launches=2),)
+
+
+def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
+    """Returns the cost of float32 gradients: two launches that read the operands and write their parts, and the main
+    ones, which read the parts alone."""
+    rows, keys, size = problem.rows * problem.num_heads_q, keys_of(problem), DTYPE_BYTES[problem.dtype]
+    both, shapes = problem.head_dim + problem.head_dim_v, split_launch.workspace_shapes(problem)
+    parts, rest = (sum(map(math.prod, found)) for found in (shapes[:4], shapes[4:]))
+    query_blocks = heads_of(problem) * query_tiles(problem, GROUP_ROWS)
+    key_blocks = 2 * math.prod(shapes[1][:2]) // split_rows.PARTS.value * split_launch.key_tiles(problem)
+    statistics = query_blocks * GROUP_ROWS * STATISTICS_BYTES
+    workspace = 2 * parts + 4 * rest + statistics
+    tiles = math.prod(shapes[-1])
+    maxima = of_rows(tiles, size * keys * both, 4 * tiles, 4 * tiles, 128)
+    read = size * (rows * (both + problem.head_dim_v) + keys * both)
+    split = of_rows(query_blocks + key_blocks, read, workspace, workspace, 256)
+    zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
+    divided, added, ends = _of_splits(problem, config)
+    main = (
+        replace(walk, scratch_bytes=walk.read_bytes)
+        for walk in (_of_queries(problem, gpu, config), _of_keys(divided, gpu, config))
+    )
+    return in_turn((*zeros, maxima, split, *main, *ends), workspace + added)
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

@@ -1,7 +1,8 @@
 """Host code of `hopper/flash_bwd`: what its launches share, and the order in which they run.
 
 The statistics of rows come first. Then either one launch makes all gradients and another dQ from its sums
-(joint_launch.py), or one makes dK and dV and another dQ (apart_launch.py).
+(joint_launch.py), or one makes dK and dV and another dQ (apart_launch.py). In float32 a launch that splits operands
+computes the statistics (split_launch.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.flash_bwd import apart_launch, joint, joint_launch, launches
+from warpwave.kernels.hopper.flash_bwd import apart_launch, joint, joint_launch, launches, split_launch
 from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     configs,
@@ -64,11 +65,15 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     flags = (None, None) if problem.bias_shape is None else bias_seen.shapes(problem)
     turns = (heads, tiles) if config.is_joint else None
     of_sinks = (heads, tiles) if problem.has_sinks else None
-    return [statistics, statistics, lines, turns, of_sinks, *words, *flags]
+    of_parts = split_launch.workspace_shapes(problem) if problem.dtype == "float32" else [None] * 8
+    return [statistics, statistics, lines, turns, of_sinks, *words, *flags, *of_parts]
 
 
 # By what is in Workspace.
-_DTYPES = (*(torch.float32,) * 3, torch.int32, torch.float32, *(torch.int32,) * 2, *(torch.int8,) * 2)
+_DTYPES = (
+    *(*(torch.float32,) * 3, torch.int32, torch.float32, *(torch.int32,) * 2, *(torch.int8,) * 2),
+    *(*(torch.float16,) * 4, *(torch.float32,) * 4),
+)
 
 
 def bind(
@@ -82,7 +87,9 @@ def bind(
     """
     if wanted[4] and problem.alibi_shape is not None:
         config = configs(problem, gpu)[-1]
-    mappable, device = host.mappable(problem, operands), operands.q.device
+    # Parts of float32 are in tensors of their own, whatever the strides of the operands.
+    mapped = () if problem.dtype == "float32" else ("q", "k", "v")
+    mappable, device = host.mappable(problem, operands, mapped), operands.q.device
     shapes = _workspace_shapes(problem, config)
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     zeroed = has_hidden_rows(problem)
@@ -198,6 +205,8 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def specify(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled."""
+    if problem.dtype == "float32":
+        return split_launch.steps(problem, gpu, tensors, config)
     of = joint_launch if config.is_joint else apart_launch
     return [launches.statistics(problem, tensors, config), *of.steps(problem, gpu, tensors, config)]
 

@@ -32,6 +32,14 @@ class Workspace(NamedTuple):
     words_transposed: torch.Tensor | None
     queries_seen: torch.Tensor | None  # what a bias shows: see prepass/bias_seen.py
     keys_seen: torch.Tensor | None
+    q_parts: torch.Tensor | None  # of float32: see split_launch.workspace_shapes
+    k_parts: torch.Tensor | None
+    v_parts: torch.Tensor | None
+    dout_parts: torch.Tensor | None
+    sums: torch.Tensor | None
+    units: torch.Tensor | None
+    centers: torch.Tensor | None
+    maxima: torch.Tensor | None
     walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `with_walks`
     walks_transposed: torch.Tensor | None = None
 
@@ -163,6 +171,40 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     ]
 
 
+def of_queries(
+    problem: AttentionProblem, tensors: Tensors, bytes_of_row: int, block_m: int, statistic_rows: int
+) -> list[Any]:
+    """Returns the first numbers of a launch that draws tiles of `block_m` queries and writes dQ, in its order: those of
+    `dq.OfQueries`, `groups.Schedule` and `band.Options`.
+
+    Args:
+        bytes_of_row: bytes of a key of a head in L2.
+        statistic_rows: rows of statistics of a head.
+    """
+    group = problem.num_heads_q // problem.num_heads_kv
+    kv_bytes = max(1, problem.seqlen_k * bytes_of_row)
+    scale, softcap_log2 = host.score_units(problem)
+    return [
+        arguments.slope_strides(tensors.operands.alibi_slopes)[0],
+        *head_strides(problem, tensors.dq),
+        query_tiles(problem, block_m) * heads_of(problem),
+        problem.num_heads_q,
+        group,
+        problem.batch,
+        -(-problem.seqlen_q // block_m),
+        min(problem.batch * problem.num_heads_q, max(1, host.L2_BYTES // kv_bytes) * group),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.total_q,
+        problem.total_k,
+        *arguments.window(problem),
+        statistic_rows,
+        scale,
+        softcap_log2,
+        problem.softmax_scale,
+    ]
+
+
 def constants_of(problem: AttentionProblem) -> dict[str, Any]:
     """Returns the compile-time options of a call that hold for every launch over scores."""
     features = arguments.feature_constants(problem)
@@ -257,7 +299,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
     def given(t: Tensors) -> tuple[Any, ...]:
         work = t.workspace
         left = work.lse_log2, work.delta, work.turns, work.of_sinks
-        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *t.offsets, *left
+        return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *left, *t.offsets
 
     return Step(
         launch.Launch(

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from warpwave.kernels.groups import Window
+from warpwave.kernels.groups import Sequences, Window
 from warpwave.kernels.primitives import LOG2_E
 from warpwave.runtime.parameters import Specialized
 from warpwave.runtime.triton_or_stub import jit, tl
 
-UNSPECIALIZED = ["stride_lb", "stride_lh", "stride_dlb", "stride_dlh", "num_heads", "num_tiles"]
+UNSPECIALIZED = ["stride_lb", "stride_lh", "stride_dlb", "stride_dlh", "num_heads", "num_tiles", "batch"]
 
 
 class TokenStrides(NamedTuple):
@@ -29,16 +29,6 @@ class TokenStrides(NamedTuple):
     d: Specialized
 
 
-class Lengths(NamedTuple):
-    """Lengths of a batch; of packed sequences the longest, and their sums."""
-
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int
-    total_k: int
-    batch: int
-
-
 @jit
 def _clamped(cu_seqlens_ptr, b, total):
     """Returns begin and length of packed sequence b, clamped to the tensor."""
@@ -48,28 +38,27 @@ def _clamped(cu_seqlens_ptr, b, total):
 
 
 @jit
-def _place(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths: Lengths, window: Window, BLOCK_M: tl.constexpr,
-    IS_VARLEN: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+def place_of(place, sequences: Sequences, batch, window: Window, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr):
     """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
-    see a key, [q_begin, q_end), and the tile's number in the sequence, negative if it belongs to none."""
+    see a key, [q_begin, q_end), the tile's number in the sequence, negative if it belongs to none, and the number of
+    the packed sequence."""
     begin = 0
+    item = 0
     tile = place
-    seqlen_q = lengths.seqlen_q
-    seqlen_k = lengths.seqlen_k
-    if IS_VARLEN:
+    seqlen_q = sequences.seqlen_q
+    seqlen_k = sequences.seqlen_k
+    if sequences.IS_VARLEN:
         # As in scheduler.packed_tile: the last sequence whose places begin here or before.
         before = 0
-        for first in range(0, lengths.batch, 128):
+        for first in range(0, batch, 128):
             b = first + tl.arange(0, 128)
-            offsets = tl.load(cu_seqlens_q_ptr + b, mask=b < lengths.batch, other=0)
-            offsets = tl.minimum(tl.maximum(offsets, 0), lengths.total_q)
-            before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < lengths.batch)).to(tl.int32), 0)
-        b = tl.maximum(before - 1, 0)
-        begin, seqlen_q = _clamped(cu_seqlens_q_ptr, b, lengths.total_q)
-        _, seqlen_k = _clamped(cu_seqlens_k_ptr, b, lengths.total_k)
-        tile = place - (begin // BLOCK_M + b)
+            offsets = tl.load(sequences.cu_seqlens_q_ptr + b, mask=b < batch, other=0)
+            offsets = tl.minimum(tl.maximum(offsets, 0), sequences.total_q)
+            before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < batch)).to(tl.int32), 0)
+        item = tl.maximum(before - 1, 0)
+        begin, seqlen_q = _clamped(sequences.cu_seqlens_q_ptr, item, sequences.total_q)
+        _, seqlen_k = _clamped(sequences.cu_seqlens_k_ptr, item, sequences.total_k)
+        tile = place - (begin // BLOCK_M + item)
     q_begin = 0
     q_end = seqlen_q
     if window.HAS_HIGH:
@@ -83,7 +72,7 @@ def _place(
         q_end = tl.where(seqlen_k - seqlen_q - window.left > high, q_begin, q_end)
     q_begin = q_begin // ALIGN * ALIGN
     q_end = tl.where(seqlen_k > 0, q_end, q_begin)
-    return begin, seqlen_q, q_begin, q_end, tile
+    return begin, seqlen_q, q_begin, q_end, tile, item
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
@@ -93,8 +82,6 @@ def statistics_kernel(
     lse_ptr,
     dlse_ptr,
     sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
     lse_log2_ptr,
     delta_ptr,
     turns_ptr,
@@ -108,13 +95,13 @@ def statistics_kernel(
     stride_dlm,
     num_heads,
     num_tiles,
-    lengths: Lengths,
+    sequences: Sequences,
+    batch,
     window: Window,
     BLOCK_M: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     WIDTH_V: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Computes the statistics of one tile of queries of one head, and zeroes its count of turns.
@@ -127,9 +114,7 @@ def statistics_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, num_queries, q_begin, q_end, tile = _place(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths, window, BLOCK_M, IS_VARLEN, ALIGN
-    )
+    begin, num_queries, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = q_begin + tile * BLOCK_M
     lanes = tl.arange(0, BLOCK_M)
     inside = (first + lanes < q_end) & (tile >= 0)
@@ -169,20 +154,18 @@ def statistics_kernel(
 def finish_dq_kernel(
     dq_sums_ptr,
     dq_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
     stride_qb,
     stride_qm,
     stride_qh,
     num_heads,
     num_tiles,
-    lengths: Lengths,
+    sequences: Sequences,
+    batch,
     window: Window,
     softmax_scale,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Computes dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in
@@ -191,9 +174,7 @@ def finish_dq_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, _, q_begin, q_end, tile = _place(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, place, lengths, window, BLOCK_M, IS_VARLEN, ALIGN
-    )
+    begin, _, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.
     UPRIGHT: tl.constexpr = BLOCK_M // 64

@@ -101,9 +101,9 @@ class Stream:
 
 
 @jit
-def stream_of(maps, statistic_map, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def stream_of(maps, statistic_map, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr = 1):
     """Allocates a stream and prepares its barriers; `CONSUMERS` groups hand each tile back."""
-    ring = Ring(buffers(maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
+    ring = Ring(buffers(maps, STAGES * PARTS), barriers(STAGES), barriers(STAGES), STAGES, 0, PARTS)
     ring_init(ring, CONSUMERS)
     shape: gl.constexpr = [STAGES] + statistic_map.block_type.shape
     return Stream(ring, gl.allocate_shared_memory(gl.float32, shape, statistic_map.layout))
