@@ -45,7 +45,7 @@ IN_FLOAT32: dict[str, Any] = {
 } | {
     "dtype": ("float32:default", "float32:tf32x3"),
     "dims": ((8, 8), (64, 64), (59, 59), (80, 80), (111, 96), (128, 128), (64, 128), (128, 64), (40, 24), (8, 16)),
-    "lengths": (*(lengths for lengths in GRID["lengths"] if lengths[1] >= 64), (799, 64)),
+    "lengths": (*(lengths for lengths in GRID["lengths"] if min(lengths) >= 64), (799, 64), (64, 799)),
 }
 
 

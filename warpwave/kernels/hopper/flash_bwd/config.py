@@ -17,7 +17,7 @@ MAX_JOINT = 128  # above it, dQ, dK and dV of a tile do not fit the registers of
 MAX_SPLIT = 128  # in float32: above it, the parts of a block's tiles do not fit shared memory
 # In float32. With 3 keys, and at head_dim 1, an H200 was less accurate than the gates allow (docs/notes/float32.md).
 MIN_SPLIT = 8
-MIN_SPLIT_KEYS = 64
+MIN_SPLIT_ROWS = 64
 ABLE = ("fp16x3",)  # the arithmetic of float32
 NARROW = 64
 GROUP_ROWS = 64  # rows of a warpgroup's product
@@ -144,18 +144,21 @@ def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     )
     sizes = (
         *(("head_dim", problem.head_dim, MIN_SPLIT), ("head_dim_v", problem.head_dim_v, MIN_SPLIT)),
-        ("seqlen_k", problem.seqlen_k, MIN_SPLIT_KEYS),
+        *(("seqlen_q", problem.seqlen_q, MIN_SPLIT_ROWS), ("seqlen_k", problem.seqlen_k, MIN_SPLIT_ROWS)),
     )
     found += [
         f"{name} is {size}; in float32, smaller ones are not accurate enough, {least} at least"
         for name, size, least in sizes
-        if size < least
+        if 0 < size < least
     ]
-    # One part could not take the log-sum-exp of a forward that multiplies more of them: logits differ by 2^-11.
-    of_forward = precision.arithmetic(problem, gpu, tuple(scale_ahead.PARTS))
-    if of_forward not in ABLE:
+    # The log-sum-exp must be that of logits as accurate as its own, whichever forward kernel made it: those of
+    # Hopper's own parts differ by 2^-11 with one part, and a named portable kernel's by 2^-16 with bf16x3.
+    of_forwards = [precision.arithmetic(problem, gpu, able) for able in (tuple(scale_ahead.PARTS), precision.PORTABLE)]
+    bits = {name: precision.ARITHMETICS[name].significant_bits for name in (*of_forwards, *ABLE)}
+    if of_forwards[0] not in ABLE or bits[of_forwards[1]] < bits[ABLE[0]]:
+        given = problem.precision if problem.error_budget is None else problem.error_budget
         found.append(
-            f"precision {problem.precision!r} is {of_forward} here; its float32 products are {', '.join(ABLE)}"
+            f"precision {given!r} is {of_forwards[0]} or {of_forwards[1]} here; its float32 products are {ABLE[0]}"
         )
     found += precision.why_not(problem, gpu, ABLE)
     others = {
