@@ -225,7 +225,7 @@ def _legend(rows: Rows, y: float) -> Iterator[str]:
         name = list(PEERS)[i]
         yield _mark(at + RADIUS, y - 4, i)
         yield _text(at + 16, y, name)
-        at += 16 + 7.2 * len(name) + 18
+        at += 16 + 7.2 * len(name) + 8
     yield _mark(LABEL_AT + RADIUS, y + 20, 0, is_loss=True)
     yield _text(LABEL_AT + 16, y + 24, "ring: a loss", "l")
     yield _text(
