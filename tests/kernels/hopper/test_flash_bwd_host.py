@@ -18,9 +18,9 @@ from tests.test_new_lengths import Card, card, device, known, pytestmark
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_bwd import kernel
-from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, group_splits, steps_of_dq
 from warpwave.kernels.hopper.host import bias_bytes
-from warpwave.problem import AttentionProblem
+from warpwave.problem import AttentionProblem, Causal
 
 __all__ = ["card", "device", "known", "pytestmark"]  # fixtures
 BACKWARD = ["statistics_kernel", "joint_kernel", "finish_dq_kernel"]  # in the order in which they are compiled
@@ -162,6 +162,33 @@ def test_float32_is_refused_for_a_reason(changes: dict[str, Any], reason: str) -
     assert found.startswith(reason)
     serving = [module.NAME for module in dispatch.gradient_kernels(replace(problem, **changes), gpu)]
     assert serving[:1] == (["flash_bwd"] if changes != {"error_budget": 1e-7} else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_heads_kv": 8}, 1),
+        ({"causal": Causal()}, 4),  # 64 blocks for 132 multiprocessors
+        ({"causal": Causal(), "num_heads_kv": 2}, 2),
+        ({"num_heads_kv": 4, "batch": 4}, 1),
+        ({"causal": Causal(), "batch": 16}, 1),
+        ({"seqlen_q": 128, "seqlen_k": 128}, 1),  # too short to gain
+        ({"mask_shape": (1, 1, 8192, 8192)}, 1),
+        ({"packed": True, "total_q": 20_000, "total_k": 20_000, "batch": 3, "causal": Causal()}, 2),
+        ({"window_size": (5, 3), "seqlen_q": 9000}, 2),
+        ({"causal": Causal("top_left"), "window_size": (3, -1), "seqlen_q": 37}, 1),
+    ],
+    ids=str,
+)
+def test_query_heads_are_divided_where_blocks_are_few(fields: dict[str, Any], expected: int) -> None:
+    problem = AttentionProblem(
+        **{
+            "batch": 1, "seqlen_q": 8192, "seqlen_k": 8192, "num_heads_q": 8, "num_heads_kv": 1, "head_dim": 128,
+            "head_dim_v": 128, "dtype": "bfloat16", "softmax_scale": 0.1, **fields,
+        }
+    )  # fmt: skip
+    config = kernel.configs(problem, Gpu.for_arch("sm_90"))[0]
+    assert group_splits(problem, config) == expected
 
 
 def test_parts_of_every_head_size_fit_shared_memory() -> None:

@@ -202,15 +202,15 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     if group == 1 or problem.mask_shape is not None:
         return 1
     blocks = key_blocks(problem, config.block_n)
-    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
-    longest = problem.seqlen_q
-    if low is not None and high is not None:
-        longest = min(longest, high - low + config.block_n)
-    if problem.packed:  # as if the sequences filled their part of the longest one
-        filled = problem.total_q / (problem.batch * longest) / (1 if high is None else 2)
+    band = problem.band(problem.seqlen_q, problem.seqlen_k)
+    longest = problem.seqlen_q  # block, in queries of a head
+    if band.low is not None and band.high is not None:
+        longest = max(1, min(longest, band.high - band.low + config.block_n))
+    # The mean block's part of the longest one.
+    if problem.packed:
+        filled = problem.total_q / (problem.batch * longest) / (1 if band.high is None else 2)
     else:
-        filled = problem.band(problem.seqlen_q, problem.seqlen_k).pairs(problem.seqlen_q, problem.seqlen_k)
-        filled /= problem.seqlen_k * longest
+        filled = band.pairs(problem.seqlen_q, problem.seqlen_k) / (problem.seqlen_k * longest)
 
     def time(splits: int) -> float:
         """In units of the longest block of a whole group: blocks of one length run in waves, others fill gaps."""
@@ -221,7 +221,7 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     choices = [splits for splits in range(1, group + 1) if group % splits == 0]
     least = min(map(time, choices))
     steps = group * -(-longest // config.block_m)
-    allowed = max(SPLIT_GAIN * least, least + LEAST_STEPS / max(1, steps))
+    allowed = max(SPLIT_GAIN * least, least + LEAST_STEPS / steps)
     return next(splits for splits in choices if time(splits) <= allowed)
 
 
