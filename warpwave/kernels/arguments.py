@@ -36,8 +36,8 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     On Hopper both tiles get the same swizzle of shared memory. If tiles of two swizzles share a buffer, their matrix
     descriptors are one address plus two different constants. ptxas 12.8, which Triton 3.6 and 3.7 ship, then computes
     the second descriptor from uninitialized registers, and the product reads arbitrary shared memory
-    (docs/notes/descriptors.md). Beside an int8 K, whose values are multiplied in 16 bits, V only gets at least K's
-    swizzle: padding K too would double the products of head_dim 64, and no product was wrong there.
+    (docs/notes/descriptors.md). Beside an int8 K, V gets at least K's swizzle. K keeps its own: wider, it would double
+    the products of head_dim 64, where none was wrong. float8 is exempt: none was wrong, whatever the sizes.
     """
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if problem.is_quantized:

@@ -129,7 +129,7 @@ def test_packed_float32_takes_parts(card: Card) -> None:
     [
         ({"precision": "bf16x6"}, "precision 'bf16x6' is ieee or bf16x6 here; its float32 products are fp16x3"),
         ({"precision": "tf32"}, "precision 'tf32' is fp16x1 or"),
-        ({"precision": "ieee"}, "precision 'ieee' is ieee or ieee here"),
+        ({"precision": "ieee"}, "precision 'ieee' is ieee here"),
         ({"error_budget": 1e-2}, "precision 0.01 is fp16x1 or"),
         ({"head_dim": 192}, "head_dim is 192; in float32, two parts of a tile must fit shared memory, 128 at most"),
         ({"head_dim": 7}, "head_dim is 7; in float32, smaller ones are not accurate enough, 8 at least"),

@@ -201,7 +201,7 @@ def test_gradients_drop_the_pairs_of_the_contract(dims: tuple[int, int], config:
 def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, dtype: str, packed: bool) -> None:
     """Every window begins behind its query's causal edge, though keys before the last edge lie in some window."""
     case = replace(
-        SHORT, dtype=dtype, lengths=(63, 193), causal="top_left", window=(70, 20), sinks=dtype == "float16",
+        SHORT, dtype=dtype, lengths=(64, 194), causal="top_left", window=(70, 20), sinks=dtype == "float16",
         packed=packed,
     )  # fmt: skip
     call = cases.build(case, "normal", CPU)
@@ -265,8 +265,10 @@ def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, confi
 
 
 def in_float32(features: dict[str, Any], dims: tuple[int, int], data: Data = "normal") -> Call:
-    """A call without softcap and sinks, which these launches do not take."""
-    case = replace(SHORT, dtype="float32:default", dims=dims, **{**features, "softcap": 0.0, "sinks": False})
+    """A call without softcap and sinks, and of at least 64 queries and keys: these launches take no others."""
+    lengths = tuple(max(64, length) for length in features.get("lengths", SHORT.lengths))
+    features = {**features, "lengths": lengths, "softcap": 0.0, "sinks": False}
+    case = replace(SHORT, dtype="float32:default", dims=dims, **features)
     call = cases.build(case, data, CPU)
     assert not flash_bwd.why_not(call.problem, H200)
     return call

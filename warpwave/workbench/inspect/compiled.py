@@ -163,15 +163,21 @@ def mixed_descriptors(ptx: str) -> dict[str, list[str]]:
 
 def unwritten_registers(sass: str) -> list[str]:
     """Returns the uniform registers that instructions read before any instruction writes them, in the order of the
-    listing. In correct code there are none: see `mixed_descriptors` for the compiler that leaves some.
+    listing. In correct code there are none: see `mixed_descriptors` for the compiler that leaves some. A write in any
+    earlier line counts, also one that a branch skips.
 
     Args:
         sass: the listing of one kernel for sm_90.
+
+    Raises:
+        ValueError: no line of the listing is an instruction.
     """
     written: set[int] = set()
     found: dict[str, None] = {}
-    for line in sass.splitlines():
-        instruction = _INSTRUCTION.match(line)
+    lines = [(line, _INSTRUCTION.match(line)) for line in sass.splitlines()]
+    if not any(instruction for _, instruction in lines):
+        raise ValueError("no instruction in the listing: nvdisasm prints another format")
+    for line, instruction in lines:
         if instruction is None:
             continue
         opcode, operands = instruction[1], [operand.strip() for operand in instruction[2].split(",")]

@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
-from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, key_blocks
+from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -71,7 +71,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
     size = DTYPE_BYTES[problem.dtype]
     of = launch.Launch(
         kernel=dkv.dkv_kernel,
-        grid=min(group_splits(problem, config) * key_blocks(problem, config.block_n), gpu.num_sms or host.NUM_SMS),
+        grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
         tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         # Of a query: Q and dO.
         scalars=[

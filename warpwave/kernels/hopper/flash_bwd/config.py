@@ -157,9 +157,8 @@ def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     bits = {name: precision.ARITHMETICS[name].significant_bits for name in (*of_forwards, *ABLE)}
     if of_forwards[0] not in ABLE or bits[of_forwards[1]] < bits[ABLE[0]]:
         given = problem.precision if problem.error_budget is None else problem.error_budget
-        found.append(
-            f"precision {given!r} is {of_forwards[0]} or {of_forwards[1]} here; its float32 products are {ABLE[0]}"
-        )
+        names = " or ".join(dict.fromkeys(of_forwards))
+        found.append(f"precision {given!r} is {names} here; its float32 products are {ABLE[0]}")
     found += precision.why_not(problem, gpu, ABLE)
     others = {
         "a mask": problem.mask_shape is not None,
@@ -196,7 +195,8 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     A block that walks all heads of a group adds up their dK and dV at once, but few kv heads then make few and long
     blocks: 8 query heads on 1 kv head of 8,192 keys are 64 blocks for 132 multiprocessors. Each split has a dK and a dV
     of its own, which are summed at the end. Under a mask there is one split, because its lists of steps are those of
-    whole groups.
+    whole groups. The number depends on the call alone, not on the GPU, so that bits do not either. In float16 the sums
+    of a split must be finite, not only those of the group.
     """
     group = problem.num_heads_q // problem.num_heads_kv
     if group == 1 or problem.mask_shape is not None:
@@ -208,7 +208,8 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
         longest = max(1, min(longest, band.high - band.low + config.block_n))
     # The mean block's part of the longest one.
     if problem.packed:
-        filled = problem.total_q / (problem.batch * longest) / (1 if band.high is None else 2)
+        is_triangle = band.high is not None and band.low is None
+        filled = min(1.0, problem.total_q / (problem.batch * longest)) / (2 if is_triangle else 1)
     else:
         filled = band.pairs(problem.seqlen_q, problem.seqlen_k) / (problem.seqlen_k * longest)
 
@@ -223,6 +224,11 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     steps = group * -(-longest // config.block_m)
     allowed = max(SPLIT_GAIN * least, least + LEAST_STEPS / steps)
     return next(splits for splits in choices if time(splits) <= allowed)
+
+
+def scheduled_blocks(problem: AttentionProblem, config: Config) -> int:
+    """Returns the blocks of a launch that owns keys: each tile of keys, as often as its query heads are divided."""
+    return group_splits(problem, config) * key_blocks(problem, config.block_n)
 
 
 def key_blocks(problem: AttentionProblem, block_n: int) -> int:

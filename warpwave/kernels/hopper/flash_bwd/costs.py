@@ -43,7 +43,9 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     workspace = sums + statistics + 4 * tiles * problem.has_sinks
     threads = 128 if problem.head_dim_v <= MAX_JOINT else 256
     first = of_rows(tiles, rows * (2 * size * problem.head_dim_v + 4), statistics, statistics, threads)
-    zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
+    divided, added, ends = _of_splits(problem, config)
+    workspace += added
+    zeros = (of_zeros(divided, launches=1),) if has_hidden_rows(problem) else ()
     if problem.bias_shape is not None:
         reading, flags = _of_hidden_by_bias(problem)
         workspace += flags
@@ -56,8 +58,6 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         copies = _copied_bytes(problem)
         workspace += copies
         zeros = (*zeros, of_copies(copies))
-    divided, added, ends = _of_splits(problem, config)
-    workspace += added
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
         return in_turn(parts, workspace)
@@ -91,8 +91,8 @@ def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     maxima = of_rows(tiles, size * keys * both, 4 * tiles, 4 * tiles, 128)
     read = size * (rows * (both + problem.head_dim_v) + keys * both)
     split = of_rows(query_blocks + key_blocks, read, workspace, workspace, 256)
-    zeros = (of_zeros(problem, launches=1),) if has_hidden_rows(problem) else ()
     divided, added, ends = _of_splits(problem, config)
+    zeros = (of_zeros(divided, launches=1),) if has_hidden_rows(problem) else ()
     main = (
         replace(walk, scratch_bytes=walk.read_bytes)
         for walk in (_of_queries(problem, gpu, config), _of_keys(divided, gpu, config))

@@ -1,7 +1,8 @@
 """The launch of dK and dV, for head_dim and head_dim_v up to 256: four products a tile, no atomics.
 
-A block owns 64 keys of one kv head and walks the queries of all heads that read them. Scores are computed transposed,
-keys by queries, as in joint.py, but each of the two consumer warpgroups holds one result:
+A block owns 64 keys of one kv head and walks the queries of the heads that read them, or of its share of these heads.
+Scores are computed transposed, keys by queries, as in joint.py, but each of the two consumer warpgroups holds one
+result:
 
     group 0: S^T = K Q^T,    P^T = exp(S^T - lse),       dV += P^T dO
     group 1: dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q

@@ -1,7 +1,8 @@
 """The joint launch of dQ, dK and dV, for head_dim up to 128: five products a tile.
 
-A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of all heads that
-read them. Scores are computed transposed, keys by queries, so that P and dS are the register operands of dV and dK:
+A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of the heads that
+read them, or of its share of these heads. Scores are computed transposed, keys by queries, so that P and dS are the
+register operands of dV and dK:
 
     S^T = K Q^T,  dP^T = V dO^T;   P^T = exp(S^T - lse),  dS^T = P^T (dP^T - delta);   dV += P^T dO,  dK += dS^T Q
 

@@ -11,7 +11,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, launches, rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, key_blocks, width
+from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks, width
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
@@ -60,7 +60,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))
     of = launch.Launch(
         kernel=joint.joint_kernel,
-        grid=min(group_splits(problem, config) * key_blocks(problem, config.block_n), gpu.num_sms or host.NUM_SMS),
+        grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
         tensors=(
             *[launch.Mapped(plan, sources[plan.source]) for plan in plans],
             *beside(tensors),

@@ -121,7 +121,7 @@ def bind(
         dsinks = None
         if wanted[5] and workspace.of_sinks is not None:
             dsinks = workspace.of_sinks.view(-1, problem.num_heads_q, workspace.of_sinks.shape[1]).sum((0, 2))
-        of_keys = (sum_of_splits(problem, dk), sum_of_splits(problem, dv))
+        of_keys = (sum_of_splits(problem, g) if want else None for g, want in zip((dk, dv), wanted[1:3], strict=True))
         found = (dq, *of_keys, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 

@@ -13,7 +13,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.dropout import PERIOD
 from warpwave.kernels.hopper.flash_bwd import rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, key_blocks, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks, steps_of_dq
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -151,7 +151,7 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
         *head_strides(problem, tensors.dk),
         *head_strides(problem, tensors.dv),
-        splits * key_blocks(problem, config.block_n),
+        scheduled_blocks(problem, config),
         problem.num_heads_q,
         heads,
         problem.num_heads_q // heads,
@@ -287,8 +287,13 @@ def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
 
 def _zeroed(tensor: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Returns a copy of a 16-bit tensor with zeros where `seen` is False, four numbers at a time: torch's selection is
-    bound by its elements, not by their bytes."""
-    return torch.where(seen, tensor.view(torch.int64), 0).view(tensor.dtype)
+    bound by its elements, not by their bytes. Tensor maps need rows at multiples of 16 bytes; only axes of size 1 and
+    the beginning of the storage may have another stride or place."""
+    if tensor.storage_offset() % 4:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    fours = tensor.as_strided(tensor.shape, strides).view(torch.int64)
+    return torch.where(seen, fours, 0).view(tensor.dtype)
 
 
 def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:

@@ -1,8 +1,8 @@
 """The launch of dK and dV in float32, for head_dim and head_dim_v up to 128: four products a tile, each of three
 products of float16 parts (split_steps.py).
 
-The roles are those of dkv.py: a block owns 64 keys of one kv head and walks the queries of all heads that read them, 64
-a step. One consumer warpgroup computes probabilities and dV, the other dS and dK:
+The roles are those of dkv.py: a block owns 64 keys of one kv head and walks the queries of its heads, 64 a step. One
+consumer warpgroup computes probabilities and dV, the other dS and dK:
 
     group 0: S^T = K Q^T,    P^T = exp(S^T - lse),       dV += P^T dO
     group 1: dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q

@@ -15,8 +15,7 @@ from warpwave.kernels.hopper.flash_bwd import launches, split_dkv, split_dq, spl
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     Config,
-    group_splits,
-    key_blocks,
+    scheduled_blocks,
     steps_of_dq,
     widths,
 )
@@ -150,7 +149,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
     plans = [*_plans(problem, sources[:4]), *of_rows]
     of = launch.Launch(
         kernel=split_dkv.split_dkv_kernel,
-        grid=min(group_splits(problem, config) * key_blocks(problem, config.block_n), gpu.num_sms or host.NUM_SMS),
+        grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
         tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_keys(problem, tensors, config, _row_bytes(problem)),
