@@ -43,10 +43,6 @@ def _plans(
     return plans
 
 
-def _mapped(plans: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> list[launch.Mapped | None]:
-    return [None if plan is None else launch.Mapped(plan, sources[plan.source]) for plan in plans]
-
-
 def _word_strides(problem: AttentionProblem, transposed: bool) -> tuple[int, ...]:
     return (0,) * 4 if problem.mask_shape is None else mask_bits.packed(problem, transposed).word_strides
 
@@ -72,7 +68,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
     of = launch.Launch(
         kernel=dkv.dkv_kernel,
         grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
-        tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
+        tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         # Of a query: Q and dO.
         scalars=[
             *launches.of_keys(problem, tensors, config, (problem.head_dim + problem.head_dim_v) * size),
@@ -119,7 +115,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     of = launch.Launch(
         kernel=dq.dq_kernel,
         grid=min(tiles, gpu.num_sms or host.NUM_SMS),
-        tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
+        tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_queries(problem, tensors, key_bytes, block_m, statistic_rows),
             *_word_strides(problem, transposed=False),

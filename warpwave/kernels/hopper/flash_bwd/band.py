@@ -219,8 +219,8 @@ def visible(x, band, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
 @jit
 def work_on_keys(schedule: KeySchedule, offsets: KeyGradients, t, rules):
     """Returns tile t of the schedule as a block of keys of one split of a kv head: `work.head` is the kv head times the
-    splits, plus the split. The blocks of a head come in the order of their
-    keys: under a causal mask the longest first, and as turns.py requires.
+    splits, plus the split. The blocks of a head come in the order of their keys: under a causal mask the longest first,
+    and as turns.py requires.
 
     Args:
         schedule, offsets: their fields of queries are those of keys.

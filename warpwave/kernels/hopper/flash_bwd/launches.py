@@ -78,6 +78,11 @@ class Step(NamedTuple):
     plans: Sequence[MapPlan | None] = ()
 
 
+def mapped(plans: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> list[launch.Mapped | None]:
+    """Returns the arguments of a launch that have tensor maps, None for absent ones."""
+    return [None if plan is None else launch.Mapped(plan, sources[plan.source]) for plan in plans]
+
+
 def bias_kind(tensors: Tensors) -> str:
     """Returns how a bias is read (`host.bias_kind`). A bias whose gradient is wanted has a number for each score."""
     return "cells" if tensors.dbias is not None else host.bias_kind(tensors.operands.bias)

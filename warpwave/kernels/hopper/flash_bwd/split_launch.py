@@ -123,10 +123,6 @@ def _plans(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> list[M
     return plans
 
 
-def _mapped(plans: Sequence[MapPlan | None], sources: Sequence[torch.Tensor]) -> list[launch.Mapped | None]:
-    return [None if plan is None else launch.Mapped(plan, sources[plan.source]) for plan in plans]
-
-
 def _sources(t: Tensors) -> tuple[torch.Tensor, ...]:
     work = t.workspace
     return work.q_parts, work.k_parts, work.v_parts, work.dout_parts  # type: ignore[return-value]
@@ -150,7 +146,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
     of = launch.Launch(
         kernel=split_dkv.split_dkv_kernel,
         grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
-        tensors=(*_mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
+        tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_keys(problem, tensors, config, _row_bytes(problem)),
             *dropout.scalars(problem.dropout_p),
@@ -183,7 +179,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     of = launch.Launch(
         kernel=split_dq.split_dq_kernel,
         grid=min(tiles, gpu.num_sms or host.NUM_SMS),
-        tensors=(*_mapped(plans, _sources(tensors)), *beside(tensors), host.counter(tensors.out)),
+        tensors=(*launches.mapped(plans, _sources(tensors)), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_queries(problem, tensors, _row_bytes(problem), block_m, statistic_rows),
             *dropout.scalars(problem.dropout_p),
