@@ -77,3 +77,29 @@ def test_broadcast_axes_are_packed_once() -> None:
     assert packed.size == 2 * 8 + 2 * 2
     packed = mask_bits.packed(replace(PROBLEM, mask_shape=(2, 1, 1, 201), causal=Causal()))
     assert packed.word_strides == (560, 0, 280, 4) and packed.flag_strides == (4, 0, 2)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 6, 300, 530), (1, 1, 300, 530), (2, 1, 1, 530), (1, 6, 300, 1)], ids=str)
+def test_steps_that_show_a_pair_are_listed(shape: tuple[int, ...], group: int) -> None:
+    """Of blocks of two row blocks and steps of 64 columns; a block that sees nothing has step 0."""
+    problem = replace(PROBLEM, seqlen_q=300, seqlen_k=530, num_heads_q=6, num_heads_kv=6 // group, mask_shape=shape)
+    cells = torch.rand(*shape[:2], -(-shape[2] // 64), -(-shape[3] // 128), generator=torch.Generator().manual_seed(1))
+    shown = (cells < 0.4).repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, : shape[2], : shape[3]].to(DEVICE)
+    p = mask_bits.packed(problem)
+    words = torch.full((p.size,), 77, dtype=torch.int32, device=DEVICE)
+    launch.bind(mask_bits.specify(problem, shown, words))(shown, words)
+    of = mask_bits.Lists(p, 2, 2, 2 * p.tiles - 1, group)
+    lists = torch.full(of.shape, -1, dtype=torch.int32, device=DEVICE)
+    launch.bind(mask_bits.specify_lists(of, words, lists))(words, lists)
+    flags = words[p.flags_begin :].view(p.batch, p.heads, p.row_blocks, p.tiles).ne(0)
+    for b in range(of.shape[0]):
+        for head in range(of.shape[1]):
+            for block in range(of.shape[2]):
+                expected = [
+                    g * of.steps + step
+                    for g in range(group)
+                    for step in range(of.steps)
+                    if flags[b, (head * group + g) % p.heads, 2 * block : 2 * block + 2, step // 2].any()
+                ] or [0]
+                assert lists[b, head, block, : 1 + len(expected)].tolist() == [len(expected), *expected]

@@ -71,6 +71,8 @@ def on_cpu(
     if more:
         tensors = kernel.with_slopes(problem, tensors)
     tensors = launches.with_walks(problem, tensors, of)
+    for step in launches.of_walks(problem, tensors, of) if problem.mask_shape is not None else ():
+        launch.bind(step.launch)(*step.launch.tensors)
     if tensors.dbias is not None and not problem.has_band and problem.mask_shape is None:
         tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):

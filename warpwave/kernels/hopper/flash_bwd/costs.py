@@ -134,7 +134,7 @@ def _of_mask(problem: AttentionProblem) -> tuple[Cost, int]:
     words = 4 * sum(p.size for p in packed)
     blocks = sum(p.batch * p.heads * p.tiles * p.row_blocks for p in packed)
     packing = of_rows(blocks, 2 * math.prod(problem.mask_shape), words, words, 128)
-    return replace(packing, launches=2), words
+    return replace(packing, launches=4), words  # two of them list steps
 
 
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:

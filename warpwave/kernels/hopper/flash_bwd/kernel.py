@@ -98,7 +98,7 @@ def bind(
     shapes_of = (q.shape, *((*t.shape[:-2], t.shape[-2] * splits, t.shape[-1]) for t in (k, v)))
     allocate_grads = [maker(tuple(shape), q.dtype, q.device) for shape in shapes_of]
     hides = problem.mask_shape is not None or problem.bias_shape is not None
-    hidden, plain, with_dlse = _Bound(), _Bound(), _Bound()
+    hidden, listed, plain, with_dlse = _Bound(), _Bound(), _Bound(), _Bound()
 
     def run(
         operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None
@@ -114,6 +114,8 @@ def bind(
             hidden.run(tensors, lambda: launches.of_hidden(problem, tensors))
             tensors = launches.without_unseen(problem, tensors)
             tensors = launches.with_walks(problem, with_bias(problem, tensors, wanted[3]), config)
+        if problem.mask_shape is not None:
+            listed.run(tensors, lambda: launches.of_walks(problem, tensors, config))
         if wanted[4]:
             tensors = with_slopes(problem, tensors)
         bound = plain if dlse is None else with_dlse

@@ -7,7 +7,6 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
@@ -247,25 +246,41 @@ def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
 
 
 def with_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> Tensors:
-    """Returns the tensors of a call, with lists of the steps that its blocks walk (`mask_bits.walks`) if it has a mask:
-    those of which the packed mask shows a pair. Steps of a block of 128 queries are tiles of keys; steps of a block of
-    64 keys are tiles of queries, counted over the heads of a group. The gain was not measured."""
-    work = tensors.workspace
-    if work.words is None or work.words_transposed is None:
+    """Returns the tensors of a call, with memory for `of_walks` if it has a mask."""
+    if problem.mask_shape is None:
         return tensors
-    block_m, block_n = config.block_m, steps_over_keys(problem, tensors, config)[0]
-    packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
-    of_queries = mask_bits.tiles_shown(work.words, packed[0])
-    if of_queries.shape[2] > 1:
-        of_queries = pad(of_queries, (0, 0, 0, of_queries.shape[2] % 2)).unflatten(2, (-1, 2)).any(3)
-    of_queries = of_queries.repeat_interleave(mask_bits.TILE_KEYS // block_n, -1)
-    of_keys = mask_bits.tiles_shown(work.words_transposed, packed[1])
-    of_keys = of_keys.repeat_interleave(mask_bits.TILE_KEYS // block_m, -1)[..., : query_tiles(problem, block_m)]
-    group = problem.num_heads_q // problem.num_heads_kv
-    heads = problem.num_heads_kv if of_keys.shape[1] > 1 else 1
-    of_keys = of_keys.expand(-1, heads * group, -1, -1).unflatten(1, (heads, group)).transpose(2, 3).flatten(3)
-    walks = mask_bits.walks(of_queries), mask_bits.walks(of_keys)
+    work, device = tensors.workspace, tensors.dq.device
+    walks = [torch.empty(of.shape, dtype=torch.int32, device=device) for of in _lists(problem, tensors, config)]
     return tensors._replace(workspace=work._replace(walks=walks[0], walks_transposed=walks[1]))
+
+
+def of_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
+    """Returns the launches that list the steps that blocks walk, those of which the packed mask shows a pair. Steps of
+    a block of 128 queries are tiles of keys; steps of a block of 64 keys are tiles of queries, counted over the heads
+    of a group."""
+    of_queries, of_keys = _lists(problem, tensors, config)
+
+    def listed(t: Tensors) -> tuple[Any, ...]:
+        return t.workspace.words, t.workspace.walks
+
+    def listed_transposed(t: Tensors) -> tuple[Any, ...]:
+        return t.workspace.words_transposed, t.workspace.walks_transposed
+
+    return [
+        Step(mask_bits.specify_lists(of_queries, *listed(tensors)), listed),
+        Step(mask_bits.specify_lists(of_keys, *listed_transposed(tensors)), listed_transposed),
+    ]
+
+
+def _lists(problem: AttentionProblem, tensors: Tensors, config: Config) -> tuple[mask_bits.Lists, mask_bits.Lists]:
+    of_queries, of_keys = (mask_bits.packed(problem, transposed) for transposed in (False, True))
+    repeat = mask_bits.TILE_KEYS // steps_over_keys(problem, tensors, config)[0]
+    group = problem.num_heads_q // problem.num_heads_kv
+    tiles = query_tiles(problem, config.block_m)
+    return (
+        mask_bits.Lists(of_queries, mask_bits.TILE_KEYS // mask_bits.BLOCK_ROWS, repeat, of_queries.tiles * repeat),
+        mask_bits.Lists(of_keys, 1, mask_bits.TILE_KEYS // config.block_m, tiles, group),
+    )
 
 
 def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
