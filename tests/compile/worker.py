@@ -112,9 +112,7 @@ def hopper_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -
         tensors = hopper_launches.Tensors(given, out, rows, out, rows, workspace, *grads)
         tensors = hopper_kernel.with_bias(problem, tensors, is_wanted=True)
         found = {}
-        for step in hopper_flash_bwd.specify(
-            problem, gpu, hopper_launches.with_walks(problem, tensors, config), config
-        ):
+        for step in hopper_flash_bwd.specify(problem, gpu, tensors, config):
             compiled = compile_launch(step.launch, gpu)
             results.append(compiled)
             mixed = mixed_descriptors(compiled.texts["ptx"])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Causal
@@ -19,18 +18,6 @@ PROBLEM = AttentionProblem(
     batch=2, seqlen_q=70, seqlen_k=201, num_heads_q=3, num_heads_kv=3, head_dim=64, head_dim_v=64, dtype="float16",
     softmax_scale=0.1,
 )  # fmt: skip
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if out.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
-            self.bytes += out.nbytes
-        return out
 
 
 @pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
@@ -46,7 +33,10 @@ def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, transpose
     p = mask_bits.packed(problem, transposed)
     batch, heads, tiles, rows = p.batch, p.heads, p.tiles, p.rows
     packed = torch.full((p.size,), 77, dtype=torch.int32, device=DEVICE)
-    launch.bind(mask_bits.specify(problem, mask, packed, transposed))(mask, packed)
+    of_queries, of_keys = (torch.zeros(s, dtype=torch.int8, device=DEVICE) for s in mask_bits.seen_shapes(problem))
+    seen = of_queries, of_keys
+    packing = mask_bits.specify(problem, mask, packed, seen if transposed else None)
+    launch.bind(packing)(mask, packed, *(seen if transposed else ()))
     words = packed[: p.flags_begin].view(batch, heads, tiles, rows, 4)
     flags = packed[p.flags_begin :].view(batch, heads, p.row_blocks, tiles)
     columns = torch.arange(tiles * 128, device=DEVICE)
@@ -64,10 +54,27 @@ def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, transpose
     assert torch.equal(found.permute(1, 2, 3, 0), expected)
     blocks = torch.nn.functional.pad(expected, (0, 0, 0, -rows % 64)).view(batch, heads, -1, 64, tiles, 128)
     assert torch.equal(flags, blocks.any(-1).any(3).int())
-    with Allocations() as made:
-        seen = mask_bits.rows_seen(packed, p)
-    assert torch.equal(seen, expected.any(-1))
-    assert made.bytes <= 5 * seen.nbytes  # not the size of the words, which no cost states twice
+    assert packing.constants["ALIGNED"] == (mask.stride(3) == 1 and shape[3] % 4 == 0 and problem.seqlen_k % 4 == 0)
+    if transposed:
+        assert torch.equal(seen[0].bool(), shown.any(-2)) and torch.equal(seen[1].bool(), shown.any(-1))
+
+
+@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_byte_of_any_bits_is_true(transposed: bool) -> None:
+    """As for torch: a view of other bytes may be a mask."""
+    problem = replace(PROBLEM, mask_shape=(1, 1, 70, 128), seqlen_k=128)
+    values = torch.randint(0, 9, (1, 1, 70, 128), generator=torch.Generator().manual_seed(0))
+    values = torch.where(values < 8, 1 << values, 0).to(torch.uint8).to(DEVICE)
+    found = []
+    for mask in (values.view(torch.bool), values != 0):
+        packed = torch.zeros(mask_bits.packed(problem, transposed).size, dtype=torch.int32, device=DEVICE)
+        of_queries, of_keys = (torch.zeros(s, dtype=torch.int8, device=DEVICE) for s in mask_bits.seen_shapes(problem))
+        packing = mask_bits.specify(problem, mask, packed, (of_queries, of_keys) if transposed else None)
+        assert packing.constants["ALIGNED"]
+        launch.bind(packing)(mask, packed, *((of_queries, of_keys) if transposed else ()))
+        found.append(packed)
+    assert torch.equal(*found)
 
 
 def test_broadcast_axes_are_packed_once() -> None:

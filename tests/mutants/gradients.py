@@ -437,12 +437,23 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "bias on Hopper: NaN of keys that it hides multiplied", "kernels/prepass/bias_seen.py",
-        "tl.store(keys_ptr + keys, tl.max(shown, 0)", "tl.store(keys_ptr + keys, tl.max(shown + 1, 0)",
+        "seen = tl.max(shown, 0).to(tl.int8)", "seen = tl.max(shown + 1, 0).to(tl.int8)",
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_behind_a_bias_goes_nowhere", "", "FAIL",
     ),
     Mutant(
         "mask on Hopper: last step of each block lost", "kernels/prepass/mask_bits.py",
         "tl.store(lists_ptr, tl.maximum(count, 1))", "tl.store(lists_ptr, tl.maximum(count - 1, 1))",
+        MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "mask on Hopper: keys behind the end have the bits of the last one", "kernels/hopper/flash_bwd/steps.py",
+        "words = gl.where((rows < rows_end)[:, None], words, 0)", "words = gl.where((rows >= 0)[:, None], words, 0)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_keys_behind_the_end_of_a_mask_have_no_weight", "40",
+        "isfinite",
+    ),
+    Mutant(
+        "mask on Hopper: the second half of a tile sees as the first", "kernels/hopper/flash_bwd/joint.py",
+        "half = words >> (HALF // 4)", "half = words >> 0",
         MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
     ),
     Mutant(

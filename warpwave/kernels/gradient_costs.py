@@ -105,8 +105,8 @@ def of_zeros(problem: AttentionProblem, launches: int) -> Cost:
 
 
 def of_copies(copied: int) -> Cost:
-    """Returns the cost of copying the operands of so many bytes, a launch for each of four."""
-    return Cost(0, 0, 0, copied, copied, first_bytes=2 * copied, launches=4)
+    """Returns the cost of copying the operands of so many bytes, a launch for two of four."""
+    return Cost(0, 0, 0, copied, copied, first_bytes=2 * copied, launches=2)
 
 
 def of_rows(blocks: int, read_bytes: int, write_bytes: int, scratch_bytes: int, threads: int) -> Cost:

@@ -90,7 +90,17 @@ def test_a_mask_of_other_strides_is_packed_by_them(card: Card) -> None:
         torch.autograd.grad(warpwave.attention(q, k, v, mask=given).sum(), (q, k, v))
     packing = {i for i, name in enumerate(compiled(card), 1) if name == "pack_mask_kernel"}
     strides = [numbers[2:4] for function, _, _, numbers in card.bound if function in packing]
-    assert strides == [[512, 1], [1, 512], [256, 1], [1, 256]], "the mask and its transpose, once for each layout"
+    assert strides == [[512 // 4, 1], [256 // 4, 1]], "in units of four keys, once for each layout"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_mask_without_a_fixed_order_takes_the_joint_launch(card: Card, deterministic: bool) -> None:
+    q, k, v = inputs(256)
+    mask = torch.ones(1, 4, 256, 256, dtype=torch.bool)
+    torch.autograd.grad(warpwave.attention(q, k, v, mask=mask, deterministic=deterministic).sum(), (q, k, v))
+    packing = [spec.constants["TRANSPOSED"] for spec in card.compiled if spec.kernel.__name__ == "pack_mask_kernel"]
+    assert packing == ([True, False] if deterministic else [True])
+    assert compiled(card)[-4:] == ["zero_unseen_kernel", *(APART if deterministic else BACKWARD)]
 
 
 PARTS = ["maxima_kernel", "split_rows_kernel", "split_dq_kernel", "split_dkv_kernel"]
@@ -308,7 +318,7 @@ def test_a_bias_takes_launches_apart(card: Card, shape: tuple[int, int], keys: i
     bias = torch.randn(*shape, 256, keys).requires_grad_()
     *_, dbias = torch.autograd.grad(warpwave.attention(q, k, v, bias=bias).sum(), (q, k, v, bias))
     assert dbias.shape == bias.shape and dbias.dtype == bias.dtype and dbias.is_contiguous()
-    assert compiled(card)[-4:] == ["bias_seen_kernel", *APART]
+    assert compiled(card)[-5:] == ["bias_seen_kernel", "zero_unseen_kernel", *APART]
     torch.autograd.grad(warpwave.attention(q, k, v, bias=bias.detach()).sum(), (q, k, v))
     writes = [spec.constants["WRITE_DBIAS"] for spec in card.compiled if spec.kernel.__name__ == "dq_kernel"]
     assert writes == [True, False], "dS is written only where it is wanted"

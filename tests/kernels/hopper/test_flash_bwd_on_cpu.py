@@ -19,7 +19,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import config as flash_bwd_config
-from warpwave.kernels.hopper.flash_bwd import kernel, launches
+from warpwave.kernels.hopper.flash_bwd import hidden, kernel, launches
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
 from warpwave.problem import LARGEST_BIAS
 from warpwave.runtime import launch
@@ -57,22 +57,20 @@ def on_cpu(
     out, lse = exact.out.to(call.operands.q.dtype), exact.lse.float()
     of = flash_bwd.configs(problem, H200)[config]
     workspace, grads = kernel.example(problem, of, CPU)
-    for tensor in (*workspace, *grads):  # what is not written must not be read
+    for tensor in (*workspace[:-1], *workspace.hidden, *grads):  # what is not written must not be read
         if tensor is not None:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
-    if kernel.has_hidden_rows(problem):
-        for grad in grads:
-            grad.zero_()
     tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
-    for step in launches.of_hidden(problem, tensors):
-        launch.bind(step.launch)(*step.launch.tensors)
-    tensors = launches.without_unseen(problem, tensors)
+    for tensor in kernel.to_zero(problem, tensors, kernel.has_hidden_rows(problem)):
+        tensor.zero_()
     tensors = kernel.with_bias(problem, tensors, more)
+    if workspace.hidden.q is not None:
+        keys = launches.steps_over_keys(problem, tensors, of)[0]
+        for step in hidden.steps(problem, tensors, of, keys):
+            launch.bind(step.launch)(*step.launch.tensors)
+        tensors = hidden.without_unseen(tensors)
     if more:
         tensors = kernel.with_slopes(problem, tensors)
-    tensors = launches.with_walks(problem, tensors, of)
-    for step in launches.of_walks(problem, tensors, of) if problem.mask_shape is not None else ():
-        launch.bind(step.launch)(*step.launch.tensors)
     if tensors.dbias is not None and not problem.has_band and problem.mask_shape is None:
         tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
@@ -120,7 +118,9 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def judge(call: Call, is_poisoned: bool = False, more: bool = True, config: int = -1) -> None:
+def judge(
+    call: Call, is_poisoned: bool = False, more: bool = True, config: int = -1, deterministic: bool = True
+) -> None:
     """Judges the gradients by launches apart; with NaN in keys and values that no query sees, and in queries that see
     nothing, if `is_poisoned`."""
     q, k, v = call.operands[:3]
@@ -134,14 +134,27 @@ def judge(call: Call, is_poisoned: bool = False, more: bool = True, config: int 
         for tensor, of in ((q, 0), (dout, 0), (k, 1), (v, 1)):
             tensor[unseen[of]] = torch.nan
         call = call._replace(operands=call.operands._replace(q=q, k=k, v=v))
-    verdict = judge_backward(call.problem, references, on_cpu(call, dout, None, config, exact, more))
+    verdict = judge_backward(call.problem, references, on_cpu(call, dout, None, config, exact, more, deterministic))
     assert verdict.passed, str(verdict)
 
 
-@pytest.mark.parametrize("dims", [(64, 40), (192, 128)], ids=str)
+@pytest.mark.parametrize(("dims", "config"), [((64, 40), -1), ((192, 128), -1), ((64, 40), 0), ((128, 80), 0)], ids=str)
 @pytest.mark.parametrize("features", MASKED)
-def test_masks_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
-    judge(cases.build(replace(SHORT, dims=dims, **MASKED[features]), "normal", CPU), is_poisoned=True, more=False)
+def test_masks_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
+    call = cases.build(replace(SHORT, dims=dims, **MASKED[features]), "normal", CPU)
+    judge(call, is_poisoned=True, more=False, config=config, deterministic=config == -1)
+
+
+@pytest.mark.parametrize("dims", [(64, 40), (128, 128)], ids=str)
+def test_keys_behind_the_end_of_a_mask_have_no_weight(dims: tuple[int, int]) -> None:
+    """K is 0 there, and beside scores of -128 so would be infinite weights."""
+    call = cases.build(replace(SHORT, dims=dims, mask="full", lse=False), "normal", CPU)
+    q, k, v = call.operands[:3]
+    size = (128 / (dims[0] * call.problem.softmax_scale)) ** 0.5
+    call = call._replace(operands=call.operands._replace(q=torch.full_like(q, size), k=torch.full_like(k, -size)))
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    found = on_cpu(call, dout, None, 0, deterministic=False)
+    assert all(gradient.isfinite().all() for gradient in (found.dq, found.dk, found.dv))
 
 
 @pytest.mark.parametrize(

@@ -217,10 +217,8 @@ def test_the_workspace_is_what_the_launches_allocate() -> None:
     ):  # fmt: skip
         said = on("h200", **options)
         assert said.memory is not None and said.backward is not None
-        shapes = kernel._workspace_shapes(said.backward.problem, said.backward.config)
-        found = sum(4 * math.prod(shape) for shape in shapes if shape is not None)
-        if "mask_shape" in options:  # copies of q, k, v and dout without what nothing sees
-            found += 4 * 2 * 4 * 16 * 4096 * 128
+        workspace, _ = kernel.example(said.backward.problem, said.backward.config, "meta")
+        found = sum(t.nbytes for t in (*workspace[:-1], *workspace.hidden) if t is not None)
         assert said.memory.backward == found
     portable = on("rtx4090").memory
     assert portable is not None and portable.backward == 4 * 4 * 16 * 4096, "delta alone"

@@ -8,8 +8,6 @@ once; axes along which it is broadcast are not read again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from warpwave.kernels.arguments import broadcast_strides
@@ -41,8 +39,8 @@ def bias_seen_kernel(
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
 ):
-    """Flags the queries and keys of a tile that belong to a visible pair: int8, (item, tile of keys, query) and (item,
-    tile of queries, key)."""
+    """Flags the queries and keys of a tile that belong to a visible pair, in int8 tensors of zeros, (item, query) and
+    (item, key). Other programs may store the same 1."""
     pid = tl.program_id(0)
     tile_n = pid % tiles_n
     tile_m = pid // tiles_n % tiles_m
@@ -57,34 +55,28 @@ def bias_seen_kernel(
     if HAS_LOW or HAS_HIGH:
         shown = shown & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
     shown = shown.to(tl.int32)
-    queries_ptr += (item * tiles_n + tile_n) * num_queries
-    tl.store(queries_ptr + rows, tl.max(shown, 1).to(tl.int8), mask=rows < num_queries)
-    keys_ptr += (item * tiles_m + tile_m) * num_keys
-    tl.store(keys_ptr + keys, tl.max(shown, 0).to(tl.int8), mask=keys < num_keys)
+    seen = tl.max(shown, 1).to(tl.int8)
+    tl.store(queries_ptr + item * num_queries + rows, seen, mask=(rows < num_queries) & (seen != 0))
+    seen = tl.max(shown, 0).to(tl.int8)
+    tl.store(keys_ptr + item * num_keys + keys, seen, mask=(keys < num_keys) & (seen != 0))
 
 
-class Shapes(NamedTuple):
-    """The shapes of the flags, int8: (batch, heads, tiles of keys, queries) and (batch, heads, tiles of queries, keys).
-    Batch and heads are the bias's; so are queries and keys, unless position hides something."""
-
-    of_queries: tuple[int, int, int, int]
-    of_keys: tuple[int, int, int, int]
-
-
-def shapes(problem: AttentionProblem) -> Shapes:
-    """Returns the shapes of the flags of the problem's bias."""
+def shapes(problem: AttentionProblem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Returns the shapes of the flags: (batch, heads, queries) and (batch, heads, keys). Batch and heads are the
+    bias's; so are queries and keys, unless position hides something."""
     assert problem.bias_shape is not None
     batch, heads, *lines = problem.bias_shape
     queries, keys = (problem.seqlen_q, problem.seqlen_k) if problem.has_band else lines
-    return Shapes((batch, heads, -(-keys // BLOCK), queries), (batch, heads, -(-queries // BLOCK), keys))
+    return (batch, heads, queries), (batch, heads, keys)
 
 
 def specify(
     problem: AttentionProblem, bias: torch.Tensor, of_queries: torch.Tensor, of_keys: torch.Tensor
 ) -> launch.Launch:
-    """Returns the launch that flags the queries and the keys of `bias`, in tensors of the `shapes`."""
-    batch, heads, tiles_n, queries = of_queries.shape
-    tiles_m, keys = of_keys.shape[2:]
+    """Returns the launch that flags the queries and the keys of `bias`, in int8 tensors of zeros of the `shapes`."""
+    batch, heads, queries = of_queries.shape
+    keys = of_keys.shape[2]
+    tiles_m, tiles_n = -(-queries // BLOCK), -(-keys // BLOCK)
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
     return launch.Launch(
         kernel=bias_seen_kernel,
@@ -96,8 +88,3 @@ def specify(
         constants={"BLOCK": BLOCK, "HAS_LOW": low is not None, "HAS_HIGH": high is not None},
         options={"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True},
     )  # fmt: skip
-
-
-def seen(flags: torch.Tensor) -> torch.Tensor:
-    """Returns which queries or keys some tile flags, bool (batch, heads, positions); an axis of size 1 is broadcast."""
-    return flags.any(2)

@@ -25,54 +25,133 @@ TILE_KEYS = 128  # keys covered by four words of a row
 BLOCK_ROWS = 64  # rows that share a flag: those of a consumer warpgroup
 
 
-# The compiler may specialize on the numbers of rows and keys: whichever axis is contiguous is then read in vectors.
+@jit
+def load_quads(
+    mask_ptr, rows, first_key, stride_m, stride_n, num_rows, num_keys, num_quads, low, high, KEYS: tl.constexpr,
+    ALIGNED: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+):  # fmt: skip
+    """Returns the cells of some rows and of KEYS keys from first_key on, int32 [rows, KEYS / 4]: four keys in a number,
+    the first in the lowest byte, each byte 0 or 1. Cells outside the mask or the band are 0.
+
+    ALIGNED: whether four keys are loaded at once: they are adjacent, begin at a multiple of 4 bytes, and no four of
+        them are cut by the end. Then `mask_ptr` and `stride_m` are of four keys.
+    """
+    quads = first_key // 4 + tl.arange(0, KEYS // 4)
+    if ALIGNED:
+        inside = (rows < num_rows)[:, None] & (quads < num_quads)[None, :]
+        x = tl.load(mask_ptr + rows.to(tl.int64)[:, None] * stride_m + quads[None, :], mask=inside, other=0)
+        # The lowest bit of a byte becomes the union of its bits.
+        x |= (x >> 4) & 0x0F0F0F0F
+        x |= (x >> 2) & 0x03030303
+        x = (x | (x >> 1)) & 0x01010101
+    else:
+        keys = first_key + tl.arange(0, KEYS)
+        inside = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
+        cells = rows.to(tl.int64)[:, None] * stride_m + keys.to(tl.int64)[None, :] * stride_n
+        x = (tl.load(mask_ptr + cells, mask=inside, other=0) != 0).to(tl.int32) << (keys % 4 * 8)[None, :]
+        x = tl.sum(tl.reshape(x, [rows.shape[0], KEYS // 4, 4]), axis=2)
+    if HAS_LOW or HAS_HIGH:
+        for i in tl.static_range(4):
+            shown = band_visible(rows, 4 * quads + i, low, high, HAS_LOW, HAS_HIGH)
+            x = tl.where(shown, x, x & (-1 - (1 << (8 * i))))
+    return x
+
+
+@jit
+def words_of_queries(x):
+    """Returns the words of the rows of `load_quads`, [rows, 4]. Each bit occurs once, so a sum is a union."""
+    ROWS: tl.constexpr = x.shape[0]
+    EIGHTS: tl.constexpr = x.shape[1] // 2
+    bit = (tl.arange(0, x.shape[1]) // 2 * 2)[None, :]
+    of_even = ((x & 1) | ((x >> 7) & 2)) << bit
+    of_odd = (((x >> 16) & 1) | ((x >> 23) & 2)) << bit
+    of_even = tl.sum(tl.reshape(of_even, [ROWS, EIGHTS, 2]), axis=1)
+    of_odd = tl.sum(tl.reshape(of_odd, [ROWS, EIGHTS, 2]), axis=1)
+    return tl.reshape(tl.join(of_even, of_odd), [ROWS, 4])
+
+
+@jit
+def words_of_keys(x):
+    """Returns the words of the keys of `load_quads` of TILE columns of queries, [4, keys]. The bits of four keys are
+    moved together, a byte of each key's word at a time."""
+    QUADS: tl.constexpr = x.shape[1]
+    column = tl.arange(0, x.shape[0])
+    x = tl.reshape(x << (column // 8 % 4 * 2 + column % 2)[:, None], [4, 4, 4, 2, QUADS])
+    of_bytes = tl.sum(tl.sum(x, axis=3), axis=1)[:, :, :, None]  # [byte, word, four keys, 1]
+    byte = tl.arange(0, 4)
+    each = ((of_bytes >> (byte * 8)[None, None, None, :]) & 255) << (byte * 8)[:, None, None, None]
+    return tl.reshape(tl.sum(each, axis=0), [4, QUADS * 4])
+
+
 @jit(do_not_specialize=["num_heads", "row_blocks", "tiles", "flags_begin", "low", "high"])
 def pack_mask_kernel(
     mask_ptr,
     words_ptr,
+    queries_seen_ptr,
+    keys_seen_ptr,
     stride_mask_b,
     stride_mask_h,
     stride_mask_m,
     stride_mask_n,
     num_heads,
-    num_rows,
+    num_queries,
     num_keys,
+    num_quads,
     row_blocks,
     tiles,
     flags_begin,
     low,
     high,
     BLOCK_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
+    TILE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
 ):
-    """Packs the words of BLOCK_ROWS rows and TILE_KEYS keys of one head, and flags whether any bit is set. Keys past
-    the last one are hidden, and so are those outside the band `low <= key - row <= high`.
+    """Packs the words of BLOCK_ROWS rows and TILE columns of one head, and flags whether any bit is set. Rows are
+    queries, or keys if TRANSPOSED; then it also flags, in int8 tensors of zeros (batch, heads, queries) and (batch,
+    heads, keys), the queries and the keys of visible pairs. Columns past the last one are hidden, and so are pairs
+    outside the band `low <= key - query <= high`.
+
+    Strides of the mask are in units of four keys if ALIGNED (`load_quads`), and `num_quads` is num_keys / 4. The
+    numbers of queries, keys and fours may be specialized: loads of whole vectors need them.
 
     Bound: memory.
     """
     pid = tl.program_id(0)
     tile = pid % tiles
     block = pid // tiles % row_blocks
-    batch_head = (pid // tiles // row_blocks).to(tl.int64)
-    rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.arange(0, TILE_KEYS)
-    keys = tile * TILE_KEYS + columns
-    mask_ptr += batch_head // num_heads * stride_mask_b + batch_head % num_heads * stride_mask_h
-    cells = rows.to(tl.int64)[:, None] * stride_mask_m + keys.to(tl.int64)[None, :] * stride_mask_n
-    inside = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
-    shown = tl.load(mask_ptr + cells, mask=inside, other=0) != 0
-    if HAS_LOW or HAS_HIGH:
-        shown = shown & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
-    bits = shown.to(tl.int32) << (columns // 8 * 2 + columns % 2)[None, :]
-    bits = tl.reshape(bits, [BLOCK_ROWS, TILE_KEYS // 8, 4, 2])
-    words = tl.sum(tl.sum(bits, axis=3), axis=1)  # each bit occurs once, so the sum is their union
-    first = (batch_head * tiles + tile) * num_rows
-    to = (first + rows)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(words_ptr + to, words, mask=(rows < num_rows)[:, None])
-    flag = (batch_head * row_blocks + block) * tiles + tile
-    tl.store(words_ptr + flags_begin + flag, tl.max(tl.max((words != 0).to(tl.int32), axis=1), axis=0))
+    item = (pid // tiles // row_blocks).to(tl.int64)
+    if ALIGNED:
+        mask_ptr = mask_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    mask_ptr += item // num_heads * stride_mask_b + item % num_heads * stride_mask_h
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    four = tl.arange(0, 4)
+    if TRANSPOSED:
+        queries = tile * TILE + tl.arange(0, TILE)
+        x = load_quads(
+            mask_ptr, queries, block * BLOCK_ROWS, stride_mask_m, stride_mask_n, num_queries, num_keys, num_quads, low,
+            high, BLOCK_ROWS, ALIGNED, HAS_LOW, HAS_HIGH,
+        )  # fmt: skip
+        words = words_of_keys(x)
+        to = ((item * tiles + tile) * num_keys + row)[None, :] * 4 + four[:, None]
+        tl.store(words_ptr + to, words, mask=(row < num_keys)[None, :])
+        # Other programs may store the same 1.
+        seen = tl.max((x != 0).to(tl.int32), axis=1)
+        tl.store(queries_seen_ptr + item * num_queries + queries, seen.to(tl.int8), mask=seen != 0)
+        seen = tl.max((words != 0).to(tl.int32), axis=0)
+        tl.store(keys_seen_ptr + item * num_keys + row, seen.to(tl.int8), mask=seen != 0)
+    else:
+        x = load_quads(
+            mask_ptr, row, tile * TILE, stride_mask_m, stride_mask_n, num_queries, num_keys, num_quads, low, high, TILE,
+            ALIGNED, HAS_LOW, HAS_HIGH,
+        )  # fmt: skip
+        words = words_of_queries(x)
+        to = ((item * tiles + tile) * num_queries + row)[:, None] * 4 + four[None, :]
+        tl.store(words_ptr + to, words, mask=(row < num_queries)[:, None])
+    flag = (item * row_blocks + block) * tiles + tile
+    tl.store(words_ptr + flags_begin + flag, tl.max(tl.max((x != 0).to(tl.int32), axis=1), axis=0))
 
 
 class Packed(NamedTuple):
@@ -124,28 +203,42 @@ def strides(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 def specify(
-    problem: AttentionProblem, mask: torch.Tensor, words: torch.Tensor, transposed: bool = False
+    problem: AttentionProblem,
+    mask: torch.Tensor,
+    words: torch.Tensor,
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> launch.Launch:
-    """Returns the launch that packs `mask`, or its transpose, into `words`, of `packed(problem, transposed).size`."""
+    """Returns the launch that packs `mask` into `words`, of `packed(problem).size`; or its transpose, of
+    `packed(problem, True).size`, if `seen` is given: the flags of queries and of keys, zeros of `seen_shapes`."""
+    transposed = seen is not None
     p = packed(problem, transposed)
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
-    stride_b, stride_h, *along = broadcast_strides(mask)
-    if transposed:
-        low, high = None if high is None else -high, None if low is None else -low
+    num_queries, num_keys = (problem.seqlen_q, p.rows) if transposed else (p.rows, problem.seqlen_k)
+    strides = broadcast_strides(mask)
+    # A launcher may be given tensors at other addresses, but not with another remainder of 16.
+    aligned = strides[3] == 1 and mask.data_ptr() % 16 == 0 and not any(n % 4 for n in (num_keys, *strides[:3]))
+    units = [stride // 4 for stride in strides[:3]] + [1] if aligned else strides
     return launch.Launch(
         kernel=pack_mask_kernel,
         grid=p.batch * p.heads * p.tiles * p.row_blocks,
-        tensors=(mask, words),
+        tensors=(mask, words, *(seen or (None, None))),
         scalars=[
-            stride_b, stride_h, along[transposed], along[not transposed], p.heads, p.rows,
-            problem.seqlen_q if transposed else problem.seqlen_k, p.row_blocks, p.tiles, p.flags_begin,
-            low or 0, high or 0,
+            *units, p.heads, num_queries, num_keys, num_keys // 4, p.row_blocks, p.tiles, p.flags_begin, low or 0,
+            high or 0,
         ],
         constants={
-            "BLOCK_ROWS": BLOCK_ROWS, "TILE_KEYS": TILE_KEYS, "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
+            "BLOCK_ROWS": BLOCK_ROWS, "TILE": TILE_KEYS, "TRANSPOSED": transposed, "ALIGNED": aligned,
+            "HAS_LOW": low is not None, "HAS_HIGH": high is not None,
         },
-        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
+        options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True},
     )  # fmt: skip
+
+
+def seen_shapes(problem: AttentionProblem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Returns the shapes of the flags of queries and of keys: (batch, heads, queries) and (batch, heads, keys). Batch
+    and heads are the mask's; so are keys, unless position hides something."""
+    p = packed(problem, transposed=True)
+    return (p.batch, p.heads, problem.seqlen_q), (p.batch, p.heads, p.rows)
 
 
 CHUNK = 128  # steps that a block lists at a time
@@ -233,12 +326,3 @@ def specify_lists(of: Lists, words: torch.Tensor, lists: torch.Tensor) -> launch
         constants={"REPEAT": of.repeat, "PER_BLOCK": of.per_block, "CHUNK": CHUNK},
         options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
     )  # fmt: skip
-
-
-def rows_seen(words: torch.Tensor, p: Packed) -> torch.Tensor:
-    """Returns which rows of a packed mask see a column, (batch, heads, rows); an axis of 1 stands for all.
-
-    It reduces the words as they are, because comparing each with 0 would take memory that no cost states; and first
-    over tiles, because torch reads along an outer axis faster than in groups of four.
-    """
-    return words[: p.flags_begin].view(p.batch, p.heads, p.tiles, p.rows, 4).any(2).any(-1)

@@ -14,7 +14,6 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
 from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
-from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
@@ -43,10 +42,6 @@ def _plans(
     return plans
 
 
-def _word_strides(problem: AttentionProblem, transposed: bool) -> tuple[int, ...]:
-    return (0,) * 4 if problem.mask_shape is None else mask_bits.packed(problem, transposed).word_strides
-
-
 def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
     kind = launches.bias_kind(tensors)
 
@@ -56,7 +51,8 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         bias = None if kind == "cells" else t.operands.bias
-        of_scores = (t.workspace.words_transposed, t.workspace.walks_transposed, bias)
+        hidden = t.workspace.hidden
+        of_scores = (hidden.words_transposed, hidden.walks_transposed, bias)
         return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, *of_scores, t.operands.dropout_seed
 
     sources = mapped(tensors)
@@ -72,8 +68,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         # Of a query: Q and dO.
         scalars=[
             *launches.of_keys(problem, tensors, config, (problem.head_dim + problem.head_dim_v) * size),
-            *_word_strides(problem, transposed=True),
-            *arguments.broadcast_strides(tensors.workspace.walks_transposed)[:3],
+            *launches.of_mask(problem, tensors, transposed=True),
             *arguments.broadcast_strides(tensors.operands.bias)[:3],
             *dropout.scalars(problem.dropout_p),
         ],
@@ -84,7 +79,6 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
-            "HAS_MASK": problem.mask_shape is not None,
             "BIAS": kind,
         },
         options=OPTIONS,
@@ -102,7 +96,8 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes, t.of_slopes)
-        of_scores = (t.workspace.words, t.workspace.walks, None if kind == "cells" else t.operands.bias)
+        hidden = t.workspace.hidden
+        of_scores = (hidden.words, hidden.walks, None if kind == "cells" else t.operands.bias)
         return *of_rows, *t.offsets, *of_scores, t.operands.dropout_seed
 
     sources = mapped(tensors)
@@ -118,8 +113,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_queries(problem, tensors, key_bytes, block_m, statistic_rows),
-            *_word_strides(problem, transposed=False),
-            *arguments.broadcast_strides(tensors.workspace.walks)[:3],
+            *launches.of_mask(problem, tensors, transposed=False),
             *arguments.broadcast_strides(tensors.operands.bias)[:3],
             *dropout.scalars(problem.dropout_p),
         ],
@@ -130,7 +124,6 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
             "STAGES_V": stages_v,
             "HEAD_DIM": problem.head_dim,
             **launches.constants_of(problem),
-            "HAS_MASK": problem.mask_shape is not None,
             "BIAS": kind,
             "WRITE_DBIAS": tensors.dbias is not None,
             "WRITE_DSLOPES": tensors.of_slopes is not None,

@@ -86,10 +86,10 @@ RULES: tuple[Rule[Config], ...] = (
         "not measured; dQ, dK and dV of a tile do not fit the registers of two warpgroups",
     ),
     Rule(
-        "a mask or bias",
-        lambda problem: problem.mask_shape is not None or problem.bias_shape is not None,
+        "a bias, or a mask in a fixed order",
+        lambda problem: problem.bias_shape is not None or (problem.mask_shape is not None and problem.deterministic),
         (APART,),
-        "not measured; only launches apart take masks and biases",
+        "not measured; only launches apart take biases, and have a fixed order of sums under a mask",
     ),
     Rule(
         "head_dim up to 64",

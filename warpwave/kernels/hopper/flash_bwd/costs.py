@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
 from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
-from warpwave.kernels.hopper.flash_bwd import split_launch, split_rows
+from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
@@ -47,17 +47,13 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     workspace += added
     zeros = (of_zeros(divided, launches=1),) if has_hidden_rows(problem) else ()
     if problem.bias_shape is not None:
-        reading, flags = _of_hidden_by_bias(problem)
-        workspace += flags
-        zeros = (*zeros, reading)
+        zeros = (*zeros, _of_hidden_by_bias(problem))
     if problem.mask_shape is not None:
-        packing, words = _of_mask(problem)
-        workspace += words
-        zeros = (*zeros, packing)
+        zeros = (*zeros, _of_mask(problem, config))
     if problem.bias_shape is not None or problem.mask_shape is not None:
-        copies = _copied_bytes(problem)
-        workspace += copies
-        zeros = (*zeros, of_copies(copies))
+        zeros = (*zeros, of_copies(_copied_bytes(problem)))
+        needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
+        workspace += sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
         return in_turn(parts, workspace)
@@ -111,14 +107,14 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     return Cost(0, 0, 0, of_sum, written, first_bytes=of_sum + written, launches=int(cells < scores))
 
 
-def _of_hidden_by_bias(problem: AttentionProblem) -> tuple[Cost, int]:
-    """Returns the cost of finding the queries and keys that a bias hides entirely, and the bytes of the flags."""
+def _of_hidden_by_bias(problem: AttentionProblem) -> Cost:
+    """Returns the cost of finding the queries and keys that a bias hides entirely."""
     assert problem.bias_shape is not None
-    of_queries, of_keys = bias_seen.shapes(problem)
-    flags = math.prod(of_queries) + math.prod(of_keys)
-    blocks = of_queries[0] * of_queries[1] * of_queries[2] * of_keys[2]
+    shapes = bias_seen.shapes(problem)
+    blocks = math.prod(shapes[0][:2]) * math.prod(-(-shape[2] // bias_seen.BLOCK) for shape in shapes)
     read = math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
-    return of_rows(blocks, read, flags, flags, 256), flags
+    flags = sum(map(math.prod, shapes))
+    return of_rows(blocks, read, flags, flags, 256)
 
 
 def _copied_bytes(problem: AttentionProblem) -> int:
@@ -127,21 +123,22 @@ def _copied_bytes(problem: AttentionProblem) -> int:
     return DTYPE_BYTES[problem.dtype] * width * (problem.rows * problem.num_heads_q + keys_of(problem))
 
 
-def _of_mask(problem: AttentionProblem) -> tuple[Cost, int]:
-    """Returns the cost of packing a mask and its transpose, and the bytes of the words."""
+def _of_mask(problem: AttentionProblem, config: Config) -> Cost:
+    """Returns the cost of packing a mask's transpose and, for launches apart, the mask, and of listing steps."""
     assert problem.mask_shape is not None
-    packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
+    packed = [mask_bits.packed(problem, transposed) for transposed in ((True,) if config.is_joint else (False, True))]
     words = 4 * sum(p.size for p in packed)
     blocks = sum(p.batch * p.heads * p.tiles * p.row_blocks for p in packed)
-    packing = of_rows(blocks, 2 * math.prod(problem.mask_shape), words, words, 128)
-    return replace(packing, launches=4), words  # two of them list steps
+    packing = of_rows(blocks, len(packed) * math.prod(problem.mask_shape), words, words, 32)
+    return replace(packing, launches=2 * len(packed))
 
 
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
     """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step."""
     columns = width(problem)
-    walk = _walk_of_keys(problem, config, (columns, columns))
+    walk = _walk_of_keys(_without_mask(problem), config, (columns, columns))
     scores = walk.steps * config.block_m * config.block_n
+    walk = _with_words(walk, problem, scores)
     added = 4 * walk.steps * config.block_m * columns
     group = problem.num_heads_q // problem.num_heads_kv
     return replace(
@@ -149,7 +146,8 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
         flops=walk.flops + 2 * scores * columns,
         write_bytes=walk.write_bytes + added,
         added_bytes=added,
-        scratch_bytes=2 * min(added, sums),  # the sums enter and leave L2 once if those of all heads do not fit
+        # The sums enter and leave L2 once if those of all heads do not fit.
+        scratch_bytes=walk.scratch_bytes + 2 * min(added, sums),
         walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * columns,
     )
 

@@ -34,7 +34,10 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     Results,
     Stream,
     gradient,
+    hide_rows_behind,
     kept,
+    mask_lines,
+    mask_words,
     meet,
     probabilities,
     row_of,
@@ -42,15 +45,17 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     signed,
     slope_of,
     statistics_of,
+    step_of,
     store_rows,
     stream_of,
     wait_rows,
+    walk_of,
     zero_keys_before,
     zero_queries_before,
     zero_tail,
 )
 from warpwave.kernels.hopper.flash_bwd.turns import Turns, pass_turn, rank_of, wait_for_turn
-from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule
+from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -115,7 +120,7 @@ class Tiles:
 
 
 @jit
-def adder(WARP: gl.constexpr, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules):
+def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules):
     """Adds each group's share of dQ to the sums in memory: of every ADDERS-th tile, from the WARP-th on."""
     LINES: gl.constexpr = tiles.dq.shape[1]
     n = 0
@@ -125,22 +130,31 @@ def adder(WARP: gl.constexpr, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, r
     while work.tile != scheduler.NO_MORE:
         scheduler.discard(tiles.box, messages)
         band = band_of(work, rules)
-        span = query_span(band, band.k_begin + work.tile * rules.BLOCK_N, rules)
+        key_first = band.k_begin + work.tile * rules.BLOCK_N
+        span = query_span(band, key_first, rules)
         count = span.end - span.begin
+        steps = count * heads.group_size
+        walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
+        if rules.HAS_MASK:
+            steps = gl.load(walk)
         batch = work.batch
         if rules.IS_VARLEN:
             batch = 0
         first = first_statistic(work, rules.BLOCK_M, rules) // rules.BLOCK_M
         tiles_of_head = heads.rows // rules.BLOCK_M
-        for i in range(count * heads.group_size):
+        for i in range(steps):
             if n % ADDERS == WARP:
-                head = batch * heads.num_heads + work.head * heads.group_size + i // count
+                head = work.head * heads.group_size + i // count
                 tile = tile_at(span, i % count)
-                place = head * tiles_of_head + first + tile
+                if rules.HAS_MASK:
+                    head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
+                    tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
+                place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
                 line = place * (2 * LINES)
                 rank = rank_of(turns, work.tile, tile, band, rules)
-                if rank > 0:
-                    wait_for_turn(turns.counts_ptr + place, rank)
+                if not rules.HAS_MASK:  # noqa: SIM102 (known when compiled, and the other is not)
+                    if rank > 0:
+                        wait_for_turn(turns.counts_ptr + place, rank)
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(tiles.dq_full.index(WARP * GROUPS + group), (n // ADDERS) & 1)
                     if rank == 0:
@@ -211,7 +225,7 @@ def gradient_of_scores(p, cap, dp, delta, rules):
 
 
 @jit
-def wide_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, is_cut, rules):
+def wide_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules):
     """Processes a tile of 64 queries, head_dim 65 to 128. Each group multiplies half of dQ's columns."""
     dtype: gl.constexpr = tiles.keys[0].dtype
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
@@ -235,7 +249,7 @@ def wide_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.con
     do = rows_of(tiles.dout, n)
     dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(1, deps=[s])
-    p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, 0, 0.0, True, is_cut, rules)
+    p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, 0.0, True, is_cut, rules)
     p = signed(p, row_first, key_first, True, rules)
     delta = statistics_of(tiles.dout, n, 0, BLOCK_M, across)
     y = warpgroup_mma_wait(0, deps=[dp])
@@ -258,7 +272,7 @@ def wide_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.con
 
 
 @jit
-def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, is_cut, rules):
+def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules):
     """Processes a tile of 128 queries, head_dim up to 64. Each group multiplies dQ of 64 queries.
 
     S and dP are one product each: of 64 queries, wgmma would read shared memory all the time, of 128 three quarters of
@@ -290,10 +304,13 @@ def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.c
     dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     x0, x1 = halves_of(warpgroup_mma_wait(1, deps=[s]))
     lse0 = statistics_of(tiles.queries, n, 0, HALF, across)
-    p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, 0, 0.0, True, is_cut, rules)
+    p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, words, 0.0, True, is_cut, rules)
     p0 = signed(p0, row_first, key_first, True, rules)
     lse1 = statistics_of(tiles.queries, n, HALF, HALF, across)
-    p1, cap1 = probabilities(x1, lse1[None, :], band, row_first + HALF, key_first, slope, 0, 0.0, True, is_cut, rules)
+    half = words >> (HALF // 4)
+    p1, cap1 = probabilities(
+        x1, lse1[None, :], band, row_first + HALF, key_first, slope, half, 0.0, True, is_cut, rules
+    )  # fmt: skip
     p1 = signed(p1, row_first + HALF, key_first, True, rules)
     y0, y1 = halves_of(warpgroup_mma_wait(0, deps=[dp]))
     delta0 = statistics_of(tiles.dout, n, 0, HALF, across)
@@ -320,12 +337,12 @@ def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.c
 
 
 @jit
-def step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, is_cut, rules):
+def step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules):
     """Processes a tile of queries by the step for the head size."""
     if rules.BLOCK_M == 64:
-        dk, dv = wide_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, is_cut, rules)
+        dk, dv = wide_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP, is_cut, rules)
     else:
-        dk, dv = narrow_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, is_cut, rules)
+        dk, dv = narrow_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP, is_cut, rules)
     return dk, dv
 
 
@@ -383,15 +400,77 @@ def zero_unseen_keys(tiles, work, rules):
 
 
 @jit
+def walk_band(
+    dk, dv, tiles, messages, n, dropout_key, results, GROUP: gl.constexpr, seqlen_q, seqlen_k, heads, rules
+):  # fmt: skip
+    """Adds to dK and dV what the tiles of the band contribute, of all heads of a block. Returns them and the number of
+    the next tile."""
+    # One loop over cut and whole tiles is half the code of two. Blocks under a band alternate between two loops, so at
+    # head_dim 128 one is up to 1.2 times as fast. Without a band its rate is 0.93, and at head_dim 64 about 0.8.
+    ONE_LOOP: gl.constexpr = rules.BLOCK_M == 64 and (rules.HAS_HIGH or rules.HAS_LOW)
+    for h in range(heads.group_size):
+        # Reading the message again is cheaper than keeping its words in registers through the loops.
+        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        band = band_of(work, rules)
+        block_first = band.k_begin + work.tile * rules.BLOCK_N
+        key_first = block_first + GROUP * GROUP_KEYS
+        span = query_span(band, block_first, rules)
+        slope = slope_of(
+            results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
+        )
+        head = work.head * heads.group_size + h
+        rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
+        steps = span.end - span.begin
+        if ONE_LOOP:
+            for i in range(steps):
+                row_first = row_of(span, i, band, rules)
+                cut = is_cut(span, i)
+                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head)
+                n += 1
+        else:
+            # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
+            behind = span.end - span.whole_end
+            upto = span.end - span.whole_begin
+            for is_second in range(2):
+                cut_end = gl.where(is_second == 0, behind, steps)
+                for i in range(is_second * upto, cut_end):
+                    row_first = row_of(span, i, band, rules)
+                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, 0, band, GROUP, True, rules_of_head)
+                    n += 1
+                for i in range(cut_end, upto):
+                    row_first = row_of(span, i, band, rules)
+                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, 0, band, GROUP, False, rules_of_head)
+                    n += 1
+    return dk, dv, n
+
+
+@jit
+def walk_list(dk, dv, tiles, work, n, dropout_key, results, mask: Mask, GROUP: gl.constexpr, heads, rules):
+    """As `walk_band`, of the tiles in which a mask shows a pair. Its words also hide what position hides."""
+    band = band_of(work, rules)
+    block_first = band.k_begin + work.tile * rules.BLOCK_N
+    key_first = block_first + GROUP * GROUP_KEYS
+    walk = walk_of(mask, work, block_first // rules.BLOCK_N, rules)
+    lines = mask_lines(mask, work, key_first, work.seqlen_k, GROUP_KEYS, rules)
+    steps = gl.load(walk)
+    for i in range(steps):
+        head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
+        words = mask_words(mask, lines, head, row_first, rules.BLOCK_M, rules)
+        words = hide_rows_behind(words, key_first, work.seqlen_k, rules)  # beside K of zeros, P might be infinite
+        slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
+        rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
+        dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP, False, rules_of_head)
+        n += 1
+    return dk, dv, n
+
+
+@jit
 def consumer(
-    GROUP: gl.constexpr, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr, results, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of the GROUP-th 64 keys of each block, and its share of dQ."""
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
-    # One loop over cut and whole tiles is half the code of two. Blocks under a band alternate between two loops, so at
-    # head_dim 128 one is up to 1.2 times as fast. Without a band its rate is 0.93, and at head_dim 64 about 0.8.
-    ONE_LOOP: gl.constexpr = rules.BLOCK_M == 64 and (rules.HAS_HIGH or rules.HAS_LOW)
     dropout_key = key_of(rules.dropout)
     n = 0  # tiles of queries processed so far
     messages = 0
@@ -406,39 +485,12 @@ def consumer(
         zero_unseen_keys(tiles, work, rules)
         tma.store_wait(0)
         meet()  # the previous block's results have left the buffers of dS
-        for h in range(heads.group_size):
-            # Reading the message again is cheaper than keeping its words in registers through the loops.
-            work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
-            band = band_of(work, rules)
-            block_first = band.k_begin + work.tile * rules.BLOCK_N
-            key_first = block_first + GROUP * GROUP_KEYS
-            span = query_span(band, block_first, rules)
-            slope = slope_of(
-                results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
-            )
-            head = work.head * heads.group_size + h
-            rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
-            steps = span.end - span.begin
-            if ONE_LOOP:
-                for i in range(steps):
-                    row_first = row_of(span, i, band, rules)
-                    cut = is_cut(span, i)
-                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, cut, rules_of_head)
-                    n += 1
-            else:
-                # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
-                behind = span.end - span.whole_end
-                upto = span.end - span.whole_begin
-                for is_second in range(2):
-                    cut_end = gl.where(is_second == 0, behind, steps)
-                    for i in range(is_second * upto, cut_end):
-                        row_first = row_of(span, i, band, rules)
-                        dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, True, rules_of_head)
-                        n += 1
-                    for i in range(cut_end, upto):
-                        row_first = row_of(span, i, band, rules)
-                        dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, False, rules_of_head)
-                        n += 1
+        if rules.HAS_MASK:
+            dk, dv, n = walk_list(dk, dv, tiles, work, n, dropout_key, results, mask, GROUP, heads, rules)
+        else:
+            dk, dv, n = walk_band(
+                dk, dv, tiles, messages, n, dropout_key, results, GROUP, seqlen_q, seqlen_k, heads, rules
+            )  # fmt: skip
         mbarrier.arrive(tiles.empty.index(0), count=1)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
         scheduler.discard(tiles.box, messages)
@@ -474,6 +526,7 @@ def joint_kernel(
     schedule: KeySchedule,
     call_options: Options,
     dropout: Dropout,
+    mask: Mask,
     turns_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
@@ -525,11 +578,11 @@ def joint_kernel(
     maps = (q_map,), (k_map,), (v_map,), (dout_map,), lse_map, delta_map
     gl.warp_specialize(
         [
-            (consumer, (0, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (consumer, (1, results, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, (), tiles, gradients, schedule, counter_ptr, heads, rules)),
-            (adder, (0, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules)),
-            (adder, (1, dq_map, turns, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules)),
+            (adder, (0, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (adder, (1, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -54,7 +54,9 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     plans = _plans(problem, config, sources)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed, t.workspace.turns
+        work, hidden = t.workspace, t.workspace.hidden
+        of_call = t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed
+        return t.dk, t.dv, *of_call, hidden.words_transposed, hidden.walks_transposed, work.turns
 
     # Of a query: Q, dO and dQ's sums.
     scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))
@@ -66,7 +68,11 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             *beside(tensors),
             host.counter(tensors.out),
         ),
-        scalars=[*scalars, *dropout.scalars(problem.dropout_p)],
+        scalars=[
+            *scalars,
+            *dropout.scalars(problem.dropout_p),
+            *launches.of_mask(problem, tensors, transposed=True),
+        ],
         constants={
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -74,7 +80,6 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
-            "HAS_MASK": False,
             "BIAS": "",
             "IS_DETERMINISTIC": problem.deterministic,
         },

@@ -14,7 +14,7 @@ import torch
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.flash_bwd import apart_launch, joint, joint_launch, launches, split_launch
+from warpwave.kernels.hopper.flash_bwd import apart_launch, hidden, joint, joint_launch, launches, split_launch
 from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     configs,
@@ -22,15 +22,15 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     group_splits,
     has_hidden_rows,
     smem_bytes,
+    steps_of_dq,
     why_not,
     width,
 )
 from warpwave.kernels.hopper.flash_bwd.costs import cost, cost_of_bias
-from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, Workspace
-from warpwave.kernels.prepass import bias_seen, mask_bits
+from warpwave.kernels.hopper.flash_bwd.launches import Hidden, Step, Tensors, Workspace
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch, tensor_maps
-from warpwave.runtime.scratch import maker
+from warpwave.runtime.scratch import Need, maker
 
 __all__ = [
     "GRADIENTS",
@@ -59,19 +59,15 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     statistics = (heads, tiles * config.block_m)
     line = joint.LINE.value
     lines = (heads * tiles * config.block_m * width(problem) // line, line) if config.is_joint else None
-    words: list[tuple[int, ...] | None] = [None, None]
-    if problem.mask_shape is not None:
-        words = [(mask_bits.packed(problem, transposed).size,) for transposed in (False, True)]
-    flags = (None, None) if problem.bias_shape is None else bias_seen.shapes(problem)
     turns = (heads, tiles) if config.is_joint else None
     of_sinks = (heads, tiles) if problem.has_sinks else None
     of_parts = split_launch.workspace_shapes(problem) if problem.dtype == "float32" else [None] * 8
-    return [statistics, statistics, lines, turns, of_sinks, *words, *flags, *of_parts]
+    return [statistics, statistics, lines, turns, of_sinks, *of_parts]
 
 
 # By what is in Workspace.
 _DTYPES = (
-    *(*(torch.float32,) * 3, torch.int32, torch.float32, *(torch.int32,) * 2, *(torch.int8,) * 2),
+    *(*(torch.float32,) * 3, torch.int32, torch.float32),
     *(*(torch.float16,) * 4, *(torch.float32,) * 4),
 )
 
@@ -92,30 +88,33 @@ def bind(
     mappable, device = host.mappable(problem, operands, mapped), operands.q.device
     shapes = _workspace_shapes(problem, config)
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
+    hides = problem.mask_shape is not None or problem.bias_shape is not None
+    copied = operands.bias is not None and (wanted[3] or host.bias_kind(operands.bias) == "cells")
+    keys = steps_of_dq(problem, config, operands.bias.element_size() if operands.bias is not None and copied else 0)[0]
+    of_hidden = hidden.needs(problem, config, keys) if hides else []
+    allocate_hidden = [need and maker(*need, device) for need in of_hidden]
     zeroed = has_hidden_rows(problem)
     splits = group_splits(problem, config)
     q, k, v, *_ = operands
     shapes_of = (q.shape, *((*t.shape[:-2], t.shape[-2] * splits, t.shape[-1]) for t in (k, v)))
     allocate_grads = [maker(tuple(shape), q.dtype, q.device) for shape in shapes_of]
-    hides = problem.mask_shape is not None or problem.bias_shape is not None
-    hidden, listed, plain, with_dlse = _Bound(), _Bound(), _Bound(), _Bound()
+    before, plain, with_dlse = _Bound(), _Bound(), _Bound()
 
     def run(
         operands: Operands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         out, lse = map(_aligned, results)
         dout, dlse = _aligned(dout.to(out.dtype)), None if dlse is None else _aligned(dlse)
-        workspace = Workspace(*(f and f() for f in allocate_left))  # type: ignore[arg-type]
+        memory = Hidden(*(f and f() for f in allocate_hidden))
+        workspace = Workspace(*(f and f() for f in allocate_left), hidden=memory)  # type: ignore[arg-type, misc]
         dq, dk, dv = (f() for f in allocate_grads)
         tensors = Tensors(mappable(operands), out, lse, dout, dlse, workspace, dq, dk, dv)
-        if zeroed:
-            torch._foreach_zero_([dq, dk, dv])
+        if zeroed or hides:
+            torch._foreach_zero_(to_zero(problem, tensors, zeroed))
         if hides:
-            hidden.run(tensors, lambda: launches.of_hidden(problem, tensors))
-            tensors = launches.without_unseen(problem, tensors)
-            tensors = launches.with_walks(problem, with_bias(problem, tensors, wanted[3]), config)
-        if problem.mask_shape is not None:
-            listed.run(tensors, lambda: launches.of_walks(problem, tensors, config))
+            tensors = with_bias(problem, tensors, wanted[3])
+            before.run(tensors, lambda: hidden.steps(problem, tensors, config, keys))
+            tensors = hidden.without_unseen(tensors)
         if wanted[4]:
             tensors = with_slopes(problem, tensors)
         bound = plain if dlse is None else with_dlse
@@ -128,6 +127,15 @@ def bind(
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
     return run
+
+
+def to_zero(problem: AttentionProblem, tensors: Tensors, has_hidden_rows: bool) -> list[torch.Tensor]:
+    """Returns what must be zero before the launches: gradients that no block writes, flags, and the sums of dQ if no
+    block stores the first share (turns.py)."""
+    found = tensors.workspace.hidden.flags
+    if problem.mask_shape is not None and tensors.workspace.dq_sums is not None:
+        found.append(tensors.workspace.dq_sums)
+    return [*found, tensors.dq, tensors.dk, tensors.dv] if has_hidden_rows else found
 
 
 def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> Tensors:
@@ -216,8 +224,12 @@ def specify(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Confi
 def example(problem: AttentionProblem, config: Config, device: Any) -> tuple[Workspace, tuple[torch.Tensor, ...]]:
     """Returns a workspace and gradients to compile with."""
     shapes = _workspace_shapes(problem, config)
+    of_hidden: list[Need | None] = []
+    if problem.mask_shape is not None or problem.bias_shape is not None:
+        of_hidden = hidden.needs(problem, config, steps_of_dq(problem, config, host.bias_bytes(problem))[0])
     workspace = Workspace(
-        *(s and torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, _DTYPES, strict=True))  # type: ignore
+        *(s and torch.empty(s, dtype=t, device=device) for s, t in zip(shapes, _DTYPES, strict=True)),  # type: ignore
+        hidden=Hidden(*(need and torch.empty(need[0], dtype=need[1], device=device) for need in of_hidden)),
     )
     dtype = getattr(torch, problem.dtype)
     lead = ((problem.total_q,), (problem.total_k,)) if problem.packed else (

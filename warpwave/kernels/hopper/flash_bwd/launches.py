@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +12,40 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.dropout import PERIOD
 from warpwave.kernels.hopper.flash_bwd import rows
 from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks, steps_of_dq
-from warpwave.kernels.prepass import bias_seen, mask_bits
+from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
+
+
+class Hidden(NamedTuple):
+    """The memory of the launches that read a mask or a bias (hidden.py); fields are None where there is none.
+
+    Attributes:
+        words, words_transposed: the packed mask and its transpose (prepass/mask_bits.py).
+        walks, walks_transposed: lists of the steps of blocks of queries, and of blocks of keys.
+        mask_queries, mask_keys, bias_queries, bias_keys: int8 flags of what mask and bias do not hide entirely, zeros
+            before the launches.
+        q, k, v, dout: copies with zeros for what is hidden entirely.
+    """
+
+    words: torch.Tensor | None = None
+    words_transposed: torch.Tensor | None = None
+    walks: torch.Tensor | None = None
+    walks_transposed: torch.Tensor | None = None
+    mask_queries: torch.Tensor | None = None
+    mask_keys: torch.Tensor | None = None
+    bias_queries: torch.Tensor | None = None
+    bias_keys: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    dout: torch.Tensor | None = None
+
+    @property
+    def flags(self) -> list[torch.Tensor]:
+        """Returns the flags that there are."""
+        return [flags for flags in self[4:8] if flags is not None]
 
 
 class Workspace(NamedTuple):
@@ -27,10 +56,6 @@ class Workspace(NamedTuple):
     dq_sums: torch.Tensor | None  # (lines, 128), where one launch makes all gradients
     turns: torch.Tensor | None  # (batch * num_heads_q, tiles): see turns.py
     of_sinks: torch.Tensor | None  # (batch * num_heads_q, tiles)
-    words: torch.Tensor | None  # of the mask, and of its transpose: see prepass/mask_bits.py
-    words_transposed: torch.Tensor | None
-    queries_seen: torch.Tensor | None  # what a bias shows: see prepass/bias_seen.py
-    keys_seen: torch.Tensor | None
     q_parts: torch.Tensor | None  # of float32: see split_launch.workspace_shapes
     k_parts: torch.Tensor | None
     v_parts: torch.Tensor | None
@@ -39,8 +64,7 @@ class Workspace(NamedTuple):
     units: torch.Tensor | None
     centers: torch.Tensor | None
     maxima: torch.Tensor | None
-    walks: torch.Tensor | None = None  # of blocks of queries, and of blocks of keys: see `with_walks`
-    walks_transposed: torch.Tensor | None = None
+    hidden: Hidden = Hidden()
 
 
 class Tensors(NamedTuple):
@@ -209,6 +233,15 @@ def of_queries(
     ]
 
 
+def of_mask(problem: AttentionProblem, tensors: Tensors, transposed: bool) -> list[int]:
+    """Returns the numbers of a mask or its transpose in a launch, those of `groups.Mask`; zeros without one."""
+    hidden = tensors.workspace.hidden
+    walks = hidden.walks_transposed if transposed else hidden.walks
+    if walks is None:
+        return [0] * 7
+    return [*mask_bits.packed(problem, transposed).word_strides, *arguments.broadcast_strides(walks)[:3]]
+
+
 def constants_of(problem: AttentionProblem) -> dict[str, Any]:
     """Returns the compile-time options of a call that hold for every launch over scores."""
     features = arguments.feature_constants(problem)
@@ -217,103 +250,8 @@ def constants_of(problem: AttentionProblem) -> dict[str, Any]:
         "HAS_ALIBI": features["HAS_ALIBI"],
         "HAS_SOFTCAP": features["HAS_SOFTCAP"],
         "IS_VARLEN": problem.packed,
+        "HAS_MASK": problem.mask_shape is not None,
     }
-
-
-def of_hidden(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
-    """Returns the launches that read a mask or a bias before all others: they pack the mask and its transpose, and find
-    the queries and keys that the bias hides entirely."""
-    steps = []
-    if problem.bias_shape is not None:
-        bias, of_queries, of_keys = _bias_and_flags(tensors)
-        assert bias is not None and of_queries is not None and of_keys is not None
-        steps.append(Step(bias_seen.specify(problem, bias, of_queries, of_keys), _bias_and_flags))
-    if problem.mask_shape is None:
-        return steps
-    for words, transposed in ((tensors.workspace.words, False), (tensors.workspace.words_transposed, True)):
-        assert tensors.operands.mask is not None and words is not None
-        packing = mask_bits.specify(problem, tensors.operands.mask, words, transposed)
-        steps.append(Step(packing, partial(_mask_and_words, transposed=transposed)))
-    return steps
-
-
-def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
-    return t.operands.mask, t.workspace.words_transposed if transposed else t.workspace.words
-
-
-def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
-    return t.operands.bias, t.workspace.queries_seen, t.workspace.keys_seen
-
-
-def with_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> Tensors:
-    """Returns the tensors of a call, with memory for `of_walks` if it has a mask."""
-    if problem.mask_shape is None:
-        return tensors
-    work, device = tensors.workspace, tensors.dq.device
-    walks = [torch.empty(of.shape, dtype=torch.int32, device=device) for of in _lists(problem, tensors, config)]
-    return tensors._replace(workspace=work._replace(walks=walks[0], walks_transposed=walks[1]))
-
-
-def of_walks(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
-    """Returns the launches that list the steps that blocks walk, those of which the packed mask shows a pair. Steps of
-    a block of 128 queries are tiles of keys; steps of a block of 64 keys are tiles of queries, counted over the heads
-    of a group."""
-    of_queries, of_keys = _lists(problem, tensors, config)
-
-    def listed(t: Tensors) -> tuple[Any, ...]:
-        return t.workspace.words, t.workspace.walks
-
-    def listed_transposed(t: Tensors) -> tuple[Any, ...]:
-        return t.workspace.words_transposed, t.workspace.walks_transposed
-
-    return [
-        Step(mask_bits.specify_lists(of_queries, *listed(tensors)), listed),
-        Step(mask_bits.specify_lists(of_keys, *listed_transposed(tensors)), listed_transposed),
-    ]
-
-
-def _lists(problem: AttentionProblem, tensors: Tensors, config: Config) -> tuple[mask_bits.Lists, mask_bits.Lists]:
-    of_queries, of_keys = (mask_bits.packed(problem, transposed) for transposed in (False, True))
-    repeat = mask_bits.TILE_KEYS // steps_over_keys(problem, tensors, config)[0]
-    group = problem.num_heads_q // problem.num_heads_kv
-    tiles = query_tiles(problem, config.block_m)
-    return (
-        mask_bits.Lists(of_queries, mask_bits.TILE_KEYS // mask_bits.BLOCK_ROWS, repeat, of_queries.tiles * repeat),
-        mask_bits.Lists(of_keys, 1, mask_bits.TILE_KEYS // config.block_m, tiles, group),
-    )
-
-
-def without_unseen(problem: AttentionProblem, tensors: Tensors) -> Tensors:
-    """Returns the tensors of a call, with zeros for the queries from which a mask or a bias hides every key, and for
-    the keys that either hides from every query: their probabilities are 0, but 0 * NaN is NaN. Keys and queries that
-    some pair shows are not changed."""
-    seen, work = [], tensors.workspace
-    if work.words is not None and work.words_transposed is not None:
-        packed = [mask_bits.packed(problem, transposed) for transposed in (False, True)]
-        seen.append(tuple(map(mask_bits.rows_seen, (work.words, work.words_transposed), packed)))
-    if work.queries_seen is not None and work.keys_seen is not None:
-        seen.append((bias_seen.seen(work.queries_seen), bias_seen.seen(work.keys_seen)))
-    if not seen:
-        return tensors
-    of_queries, of_keys = (reduce(torch.logical_and, of) for of in zip(*seen, strict=True))
-    q, k, v = tensors.operands[:3]
-    if of_keys.shape[1] > 1:  # a kv head's keys are seen by the heads of a group
-        of_keys = of_keys.unflatten(1, (problem.num_heads_kv, -1)).any(2)
-    of_queries, of_keys = (of.transpose(1, 2)[..., None] for of in (of_queries, of_keys))
-    q, dout = (_zeroed(t, of_queries) for t in (q, tensors.dout))
-    k, v = (_zeroed(t, of_keys) for t in (k, v))
-    return tensors._replace(operands=tensors.operands._replace(q=q, k=k, v=v), dout=dout)
-
-
-def _zeroed(tensor: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a 16-bit tensor with zeros where `seen` is False, four numbers at a time: torch's selection is
-    bound by its elements, not by their bytes. Tensor maps need rows at multiples of 16 bytes; only axes of size 1 and
-    the beginning of the storage may have another stride or place."""
-    if tensor.storage_offset() % 4:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    fours = tensor.as_strided(tensor.shape, strides).view(torch.int64)
-    return torch.where(seen, fours, 0).view(tensor.dtype)
 
 
 def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:

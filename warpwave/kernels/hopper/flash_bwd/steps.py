@@ -209,6 +209,15 @@ def times(x, factor):
 
 
 @jit
+def hide_rows_behind(words, row_first, rows_end, rules):
+    """Returns the words of 64 rows from row_first on, 0 for rows from rows_end on; unused without a mask."""
+    if rules.HAS_MASK:
+        rows = row_first + gl.arange(0, ROWS, gl.SliceLayout(1, words.type.layout))
+        words = gl.where((rows < rows_end)[:, None], words, 0)
+    return words
+
+
+@jit
 def probabilities(
     x, lse_log2, band, row_first, key_first, slope_log2, words, bias, KEYS_FIRST: gl.constexpr, is_cut, rules,
 ):  # fmt: skip

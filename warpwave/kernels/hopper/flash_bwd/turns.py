@@ -8,6 +8,9 @@ it. Each tile of a head has a count in memory. A block waits until the count is 
 - Otherwise the rank is 0 for the first block and 1 for all others, and only the first block raises the count. That is
   up to 1.25 times as fast, in long causal calls (`2026-11-25-h100-gradients.json`).
 
+Under a mask, the first block with a visible pair of a tile is not known. The sums are then zeroed before, and all
+blocks add to them without waiting; deterministic gradients come from launches apart.
+
 Nothing waits for ever, because a block waits only for blocks of earlier keys, which running programs took before
 (`band.work_on_keys`, `scheduler.draw_in_order`). All blocks walk their queries from the last tile to the first: under a
 band, a block of later keys begins at the same tile as one of earlier keys, or at an earlier tile, so the deterministic
@@ -38,6 +41,8 @@ def rank_of(turns, block, tile, band, rules):
         rank = rank - gl.maximum(first_key, 0) // rules.BLOCK_N
     if not turns.IS_DETERMINISTIC:
         rank = gl.minimum(rank, 1)
+    if rules.HAS_MASK:
+        rank = gl.to_tensor(1)
     return rank
 
 

@@ -1,0 +1,114 @@
+"""Host code for what a mask or a bias hides: the launches that read it before all others, and their memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from warpwave.kernels.hopper.flash_bwd.config import Config
+from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, query_tiles
+from warpwave.kernels.prepass import bias_seen, mask_bits, zero_unseen
+from warpwave.problem import AttentionProblem
+from warpwave.runtime.scratch import Need
+
+
+def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | None]:
+    """Returns the shape and dtype of each field of `Hidden`, None for absent ones.
+
+    Args:
+        keys: of a step in the launch of dQ.
+    """
+    words: list[Need | None] = [None] * 4
+    flags: list[Need | None] = [None] * 4
+    if problem.mask_shape is not None:
+        for transposed, of in _lists(problem, config, keys).items():
+            words[transposed] = (of.packed.size,), torch.int32
+            words[2 + transposed] = of.shape, torch.int32
+        flags[:2] = [(shape, torch.int8) for shape in mask_bits.seen_shapes(problem)]
+    if problem.bias_shape is not None:
+        flags[2:] = [(shape, torch.int8) for shape in bias_seen.shapes(problem)]
+    dtype = getattr(torch, problem.dtype)
+    of_queries = (problem.batch, problem.seqlen_q, problem.num_heads_q)
+    of_keys = (problem.batch, problem.seqlen_k, problem.num_heads_kv)
+    shapes = [(*of_queries, problem.head_dim), (*of_keys, problem.head_dim)]
+    shapes += [(*of_keys, problem.head_dim_v), (*of_queries, problem.head_dim_v)]
+    return [*words, *flags, *((shape, dtype) for shape in shapes)]
+
+
+def steps(problem: AttentionProblem, tensors: Tensors, config: Config, keys: int) -> list[Step]:
+    """Returns the launches: they pack the mask, list the steps of blocks, flag the queries and keys that mask and bias
+    do not hide entirely, and copy the operands with zeros for the others.
+
+    Args:
+        keys: as for `needs`.
+    """
+    found, operands, hidden = [], tensors.operands, tensors.workspace.hidden
+    if problem.bias_shape is not None:
+        assert operands.bias is not None and hidden.bias_queries is not None and hidden.bias_keys is not None
+        of_bias = bias_seen.specify(problem, operands.bias, hidden.bias_queries, hidden.bias_keys)
+        found.append(Step(of_bias, _bias_and_flags))
+    if problem.mask_shape is not None:
+        lists = _lists(problem, config, keys)
+        for transposed in lists:
+            given = partial(_mask_and_words, transposed=transposed)
+            mask, words, *flags = given(tensors)
+            found.append(Step(mask_bits.specify(problem, mask, words, tuple(flags) or None), given))
+        for transposed, of in lists.items():
+            given = partial(_words_and_walks, transposed=transposed)
+            found.append(Step(mask_bits.specify_lists(of, *given(tensors)), given))
+    group = problem.num_heads_q // problem.num_heads_kv
+    for given, heads in ((_queries, 1), (_keys, group)):
+        first, second, *copies, of_mask, of_bias_ = given(tensors)
+        found.append(Step(zero_unseen.specify((first, second), tuple(copies), (of_mask, of_bias_), heads), given))
+    return found
+
+
+def without_unseen(tensors: Tensors) -> Tensors:
+    """Returns the tensors of a call with the copies of the operands."""
+    hidden = tensors.workspace.hidden
+    assert hidden.dout is not None
+    operands = tensors.operands._replace(q=hidden.q, k=hidden.k, v=hidden.v)
+    return tensors._replace(operands=operands, dout=hidden.dout)
+
+
+def _lists(problem: AttentionProblem, config: Config, keys: int) -> dict[bool, mask_bits.Lists]:
+    """Returns the lists of steps by whether the mask is transposed: those of blocks of keys, over tiles of queries of
+    all heads of a group; and in launches apart those of blocks of queries, over tiles of `keys` keys."""
+    group, tile = problem.num_heads_q // problem.num_heads_kv, mask_bits.TILE_KEYS
+    of_keys = mask_bits.packed(problem, transposed=True)
+    steps_of_head = query_tiles(problem, config.block_m)
+    row_blocks = config.block_n // mask_bits.BLOCK_ROWS
+    found = {True: mask_bits.Lists(of_keys, row_blocks, tile // config.block_m, steps_of_head, group)}
+    if not config.is_joint:
+        of_queries = mask_bits.packed(problem)
+        row_blocks, repeat = tile // mask_bits.BLOCK_ROWS, tile // keys
+        found[False] = mask_bits.Lists(of_queries, row_blocks, repeat, of_queries.tiles * repeat)
+    return found
+
+
+def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
+    hidden = t.workspace.hidden
+    if transposed:
+        return t.operands.mask, hidden.words_transposed, hidden.mask_queries, hidden.mask_keys
+    return t.operands.mask, hidden.words
+
+
+def _words_and_walks(t: Tensors, transposed: bool) -> tuple[Any, ...]:
+    hidden = t.workspace.hidden
+    return (hidden.words_transposed, hidden.walks_transposed) if transposed else (hidden.words, hidden.walks)
+
+
+def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
+    return t.operands.bias, t.workspace.hidden.bias_queries, t.workspace.hidden.bias_keys
+
+
+def _queries(t: Tensors) -> tuple[Any, ...]:
+    hidden = t.workspace.hidden
+    return t.operands.q, t.dout, hidden.q, hidden.dout, hidden.mask_queries, hidden.bias_queries
+
+
+def _keys(t: Tensors) -> tuple[Any, ...]:
+    hidden = t.workspace.hidden
+    return t.operands.k, t.operands.v, hidden.k, hidden.v, hidden.mask_keys, hidden.bias_keys
