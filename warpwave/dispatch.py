@@ -59,7 +59,8 @@ KERNELS: tuple[Any, ...] = (
 # GRADIENTS (of which operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the
 # bits of every config repeat), and
 #     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
-# It may have cost_of_bias(problem, gpu, config): what the gradient of a bias adds to its cost. A call that names a
+# It may have cost_of_bias(problem, gpu, config): what the gradient of a bias adds to its cost, and
+# config_of_bias(problem, gpu): the config that computes it if the call's own does not. A call that names a
 # kernel of OWN_GRADIENTS does not use them.
 GRADIENT_KERNELS: tuple[Any, ...] = (Family("hopper/flash_bwd"), Family("flash_bwd"))
 OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)

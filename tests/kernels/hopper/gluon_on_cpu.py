@@ -261,6 +261,7 @@ class Barriers:
 
     def __init__(self, barriers: list[Barrier]) -> None:
         self.barriers = barriers
+        self.shape = [len(barriers), 1]
 
     def index(self, i: Any) -> tuple[Barriers, int]:
         return self, int(i)

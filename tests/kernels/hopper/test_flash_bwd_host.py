@@ -324,6 +324,16 @@ def test_a_bias_takes_launches_apart(card: Card, shape: tuple[int, int], keys: i
     assert writes == [True, False], "dS is written only where it is wanted"
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (64, "float32")])
+def test_a_bias_whose_gradient_is_not_wanted_takes_the_joint_launch(card: Card, head_dim: int, dtype: str) -> None:
+    """Unless its tiles are too large."""
+    q, k, v = (torch.randn(2, 256, 4, head_dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    bias = torch.randn(1, 4, 256, 256).to(getattr(torch, dtype))
+    torch.autograd.grad(warpwave.attention(q, k, v, bias=bias).sum(), (q, k, v))
+    launches = APART if dtype == "float32" else BACKWARD
+    assert compiled(card)[-5:] == ["bias_seen_kernel", "zero_unseen_kernel", *launches]
+
+
 def test_gradients_of_slopes_take_launches_apart(card: Card) -> None:
     q, k, v = inputs()
     slopes = torch.rand(4).requires_grad_()
@@ -341,6 +351,7 @@ def test_every_head_size_has_room_for_a_bias() -> None:
                 head_dim_v=head_dim_v, dtype="bfloat16", softmax_scale=0.1, bias_shape=(1, 1, 512, 512),
                 bias_dtype=dtype,
             )  # fmt: skip
-            (config,) = kernel.configs(problem, Gpu.for_arch("sm_90"))
-            keys, _ = steps_of_dq(problem, config, bias_bytes(problem))
-            assert keys >= 32 and kernel.smem_bytes(problem, config) <= SMEM_PER_BLOCK
+            configs = kernel.configs(problem, Gpu.for_arch("sm_90"))
+            assert all(kernel.smem_bytes(problem, config) <= SMEM_PER_BLOCK for config in configs)
+            keys, _ = steps_of_dq(problem, configs[-1], bias_bytes(problem))
+            assert not configs[-1].is_joint and keys >= 32

@@ -447,20 +447,28 @@ def test_biases_on_a_cpu(name: str, dims: tuple[int, int]) -> None:
     judge(biased(name, dims))
 
 
-@pytest.mark.parametrize("name", ["keys, causal", "queries", "one number a head", "each score"])
-def test_a_bias_whose_gradient_is_not_wanted(name: str) -> None:
-    judge(biased(name, (40, 64)), more=False)
+@pytest.mark.parametrize(
+    ("dims", "config", "deterministic"),
+    [((40, 64), -1, True), ((40, 64), 0, False), ((128, 72), 0, False), ((64, 64), 0, True)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", BIASED)
+def test_a_bias_whose_gradient_is_not_wanted(
+    name: str, dims: tuple[int, int], config: int, deterministic: bool
+) -> None:
+    judge(biased(name, dims), more=False, config=config, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
     "name", ["each score", "keys, causal", "each score, keys from an odd one on", "one for the heads, mask"]
 )
-def test_nan_behind_a_bias_goes_nowhere(name: str) -> None:
+@pytest.mark.parametrize("more", [True, False])
+def test_nan_behind_a_bias_goes_nowhere(name: str, more: bool) -> None:
     call = biased(name, (64, 40))
     bias = call.operands.bias
     for lines in (bias[..., 20:23], bias[:, :, 5:7]) if bias.shape[2] > 1 else (bias[..., 20:23],):
         lines.fill_(-torch.inf)
-    judge(call, is_poisoned=True)
+    judge(call, is_poisoned=True, more=more, config=-1 if more else 0, deterministic=False)
 
 
 @pytest.mark.parametrize("largest", [1e9, torch.finfo(torch.float32).max])

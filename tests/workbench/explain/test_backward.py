@@ -181,7 +181,7 @@ def test_a_bias_has_a_launch_of_its_own() -> None:
     said = on("a100-80gb", bias_shape=(1, 16, 4096, 4096), bias_dtype="bfloat16")
     assert said.backward is not None and said.backward.prediction is not None
     assert 0 < said.backward.bias_us < said.backward.prediction.time_us
-    assert f"its gradient takes a launch more, {us(said.backward.bias_us)} predicted" in str(said)
+    assert f"its gradient adds {us(said.backward.bias_us)}, predicted" in str(said)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Backward:
         rates_missing: as in `Explanation`.
         prediction: the time on the device; None without a data sheet.
         alternatives_us: kernel name -> predicted time, for the other kernels that could compute the gradients.
-        bias_us: predicted time of the launch that the gradient of a bias adds; 0 without a bias.
+        bias_us: predicted time that the gradient of a bias adds; 0 without a bias.
         losses: a measured time of the backward split into losses; None if none was given.
     """
 
@@ -141,10 +141,11 @@ def name_of(module: Any) -> str:
 
 
 def _bias_us(problem: AttentionProblem, module: Any, config: Any, gpu: Gpu) -> float:
-    """Returns the predicted time of the launch of a bias's gradient; 0 if there is none, or no model."""
+    """Returns the predicted time that the gradient of a bias adds; 0 if there is none, or no model."""
     if problem.bias_shape is None or not hasattr(module, "cost_of_bias"):
         return 0.0
-    with_bias = predict(problem, _WithBias(module), config, gpu, hot=True, graph=True)
+    of_bias = module.config_of_bias(problem, gpu) if hasattr(module, "config_of_bias") else config
+    with_bias = predict(problem, _WithBias(module), of_bias, gpu, hot=True, graph=True)
     without = predict(problem, module, config, gpu, hot=True, graph=True)
     return 0.0 if with_bias is None or without is None else with_bias.time_us - without.time_us
 

@@ -54,7 +54,7 @@ def _head(backward: Backward) -> Iterator[str]:
     if cost.added_bytes:
         yield f"  sums     {byte(cost.added_bytes)} added to sums of dQ in L2"
     if backward.bias_us:
-        yield f"  bias     its gradient takes a launch more, {us(backward.bias_us)} predicted; not in the times here"
+        yield f"  bias     its gradient adds {us(backward.bias_us)}, predicted; not in the times here"
     for name, why in backward.reasons.items():
         if name != backward.kernel:
             yield from (f"  not {name}: {reason}" for reason in why)

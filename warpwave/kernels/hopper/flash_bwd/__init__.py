@@ -1,6 +1,6 @@
 """`hopper/flash_bwd`: warp-specialized gradients for Hopper, in Gluon."""
 
-from warpwave.kernels.hopper.flash_bwd.config import ABLE, notes
+from warpwave.kernels.hopper.flash_bwd.config import ABLE, config_of_bias, notes
 from warpwave.kernels.hopper.flash_bwd.kernel import (
     GRADIENTS,
     NAME,
@@ -23,6 +23,7 @@ __all__ = [
     "NEEDS_GPU",
     "Config",
     "bind",
+    "config_of_bias",
     "configs",
     "cost",
     "cost_of_bias",

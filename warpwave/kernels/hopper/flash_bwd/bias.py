@@ -1,7 +1,8 @@
-"""Additive biases in the separate launches (dkv.py, dq.py): how a tile of scores gets its bias, and how dS is stored.
+"""Additive biases: how a tile of scores gets its bias, and how dS is stored.
 
-A bias with a number for each score is copied by TMA. If a block owns keys, each tile is copied to the stage that will
-hold its step's P, so it takes no further shared memory. If a block owns queries, tiles of the bias are copied with
+A bias with a number for each score is copied by TMA. The joint launch has one stage for its tiles. If another block
+owns keys (dkv.py), each tile is copied to the stage that will hold its step's P, so it takes no further shared memory.
+If a block owns queries (dq.py), tiles of the bias are copied with
 those of K. If the gradient of the bias is wanted, dS replaces the bias in its tile, in the same type, and is stored by
 TMA. A bias that is the same for all queries or for all keys is read by plain loads.
 """
@@ -45,7 +46,7 @@ class Bias:
         maps: its tensor map if each score has its own number, else ().
         gradient_maps: the tensor map of dS of (batch, query head, query, key) if it is wanted, else ().
         tiles: tiles of it in shared memory, [count, 1, 1, queries, keys]; unused without a map.
-        full: barriers of these tiles if they are not copied with K; else unused.
+        full, empty: barriers of their stages if they are not copied with K; else unused.
     """
 
     of_call: BiasOfCall
@@ -53,6 +54,7 @@ class Bias:
     gradient_maps: gl.tuple
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
 
 @constexpr_function

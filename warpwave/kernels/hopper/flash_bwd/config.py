@@ -86,10 +86,10 @@ RULES: tuple[Rule[Config], ...] = (
         "not measured; dQ, dK and dV of a tile do not fit the registers of two warpgroups",
     ),
     Rule(
-        "a bias, or a mask in a fixed order",
-        lambda problem: problem.bias_shape is not None or (problem.mask_shape is not None and problem.deterministic),
+        "a float32 bias of each score, or a mask in a fixed order",
+        lambda problem: bias_bytes(problem) == 4 or (problem.mask_shape is not None and problem.deterministic),
         (APART,),
-        "not measured; only launches apart take biases, and have a fixed order of sums under a mask",
+        "not measured; its tiles fit only launches apart, and only these have a fixed order of sums with a mask",
     ),
     Rule(
         "head_dim up to 64",
@@ -97,6 +97,12 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(128, 2), APART),
         "a third stage fits Q alone: 0.97 to 1.00 times as fast",
         GRADIENTS_LOG,
+    ),
+    Rule(
+        "head_dim 65 to 128, a bias of each score",
+        lambda problem: bias_bytes(problem) > 0,
+        (Config(64, 2), APART),
+        "not measured; a tile of the bias takes the place of a third stage",
     ),
     Rule(
         "head_dim 65 to 128",
@@ -117,6 +123,11 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the config with which gradients are computed."""
     return rule_of(problem, gpu).choices[0]
+
+
+def config_of_bias(problem: AttentionProblem, gpu: Gpu) -> Config:
+    """Returns the config that computes the gradient of a bias, or of ALiBi's slopes: launches apart."""
+    return rule_of(problem, gpu).choices[-1]
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
@@ -261,7 +272,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         keys = 2 * config.block_n * columns * size
         stream = 2 * config.num_stages * config.block_m * (columns * size + 4)
         ds = 2 * config.block_n * config.block_m * size
-        return keys + stream + ds + config.block_m * columns * 4 + 1024
+        bias = config.block_m * config.block_n * bias_bytes(problem)
+        return keys + stream + ds + config.block_m * columns * 4 + bias + 1024
     cell = bias_bytes(problem)
     return max(smem_of_dkv(problem, config), smem_of_dq(problem, config, steps_of_dq(problem, config, cell), cell))
 

@@ -339,6 +339,7 @@ def dkv_kernel(
         count: gl.constexpr = as_stages_of_p(p, bias_map)
         bias_tiles = reinterpret(p, bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
         bias_full = barriers(2)
+    p_empty = barriers(2)
     tiles = Tiles(
         buffers(k_maps, 1),
         buffers(v_maps, 1),
@@ -348,8 +349,8 @@ def dkv_kernel(
         stream_of(dout_maps, delta_map, STAGES, GROUPS),
         p,
         barriers(2),
-        barriers(2),
-        Bias(bias, bias_maps, (), bias_tiles, bias_full),
+        p_empty,
+        Bias(bias, bias_maps, (), bias_tiles, bias_full, p_empty),
         box,
     )
     mbarrier.init(tiles.full.index(0), count=1)

@@ -28,6 +28,7 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     query_span,
     tile_at,
 )
+from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, bias_of
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
@@ -98,6 +99,7 @@ class Tiles:
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
         ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile suffices. dK and
             dV are stored through it.
+        bias: its tiles are of 128 keys, in one stage.
         dq: each group's share of a tile's dQ, [2, lines, LINE] float32. `dq_full` has a barrier for each adding warp
             and group, `dq_empty` one for each group.
         box: the producer's messages.
@@ -110,6 +112,7 @@ class Tiles:
     queries: Stream
     dout: Stream
     ds: gl.shared_memory_descriptor
+    bias: Bias
     dq: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
@@ -208,6 +211,26 @@ def dq_async(zero, keys, tiles, n, HALF: gl.constexpr, rules):
 
 
 @jit
+def bias_of_group(
+    tiles, n, work, head, row_first, key_first, GROUP: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, rules
+):
+    """Returns the bias of a group's keys and of COUNT queries of tile n, from the FIRST-th on, as `bias.bias_of` does.
+    The last queries of a tile release it."""
+    bias = gl.to_tensor(0.0)
+    if rules.BIAS == "cells":
+        if FIRST == 0:
+            mbarrier.wait(tiles.bias.full.index(0), n & 1)
+        of_rows = matrix(tiles.bias.tiles.index(0)).slice(FIRST, COUNT, dim=0)
+        of_keys = of_rows.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=1)
+        bias = of_keys.permute((1, 0)).load(accumulator_layout(COUNT))
+        if FIRST + COUNT == rules.BLOCK_M:
+            mbarrier.arrive(tiles.bias.empty.index(0), count=1)
+    elif rules.BIAS != "":
+        bias = bias_of(tiles.bias, 0, work, head, row_first + FIRST, key_first, True, COUNT, rules)
+    return bias
+
+
+@jit
 def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
     """Returns x, [64, queries], as the register operand of a product with an accumulator of WIDTH columns."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(WIDTH), k_width=2)
@@ -225,7 +248,9 @@ def gradient_of_scores(p, cap, dp, delta, rules):
 
 
 @jit
-def wide_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules):
+def wide_step(
+    dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
+):  # fmt: skip
     """Processes a tile of 64 queries, head_dim 65 to 128. Each group multiplies half of dQ's columns."""
     dtype: gl.constexpr = tiles.keys[0].dtype
     WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
@@ -249,7 +274,8 @@ def wide_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP:
     do = rows_of(tiles.dout, n)
     dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(1, deps=[s])
-    p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, 0.0, True, is_cut, rules)
+    bias = bias_of_group(tiles, n, work, head, row_first, key_first, GROUP, 0, BLOCK_M, rules)
+    p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, bias, True, is_cut, rules)
     p = signed(p, row_first, key_first, True, rules)
     delta = statistics_of(tiles.dout, n, 0, BLOCK_M, across)
     y = warpgroup_mma_wait(0, deps=[dp])
@@ -272,7 +298,9 @@ def wide_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP:
 
 
 @jit
-def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules):
+def narrow_step(
+    dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
+):  # fmt: skip
     """Processes a tile of 128 queries, head_dim up to 64. Each group multiplies dQ of 64 queries.
 
     S and dP are one product each: of 64 queries, wgmma would read shared memory all the time, of 128 three quarters of
@@ -304,12 +332,14 @@ def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROU
     dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     x0, x1 = halves_of(warpgroup_mma_wait(1, deps=[s]))
     lse0 = statistics_of(tiles.queries, n, 0, HALF, across)
-    p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, words, 0.0, True, is_cut, rules)
+    bias = bias_of_group(tiles, n, work, head, row_first, key_first, GROUP, 0, HALF, rules)
+    p0, cap0 = probabilities(x0, lse0[None, :], band, row_first, key_first, slope, words, bias, True, is_cut, rules)
     p0 = signed(p0, row_first, key_first, True, rules)
     lse1 = statistics_of(tiles.queries, n, HALF, HALF, across)
     half = words >> (HALF // 4)
+    bias = bias_of_group(tiles, n, work, head, row_first, key_first, GROUP, HALF, HALF, rules)
     p1, cap1 = probabilities(
-        x1, lse1[None, :], band, row_first + HALF, key_first, slope, half, 0.0, True, is_cut, rules
+        x1, lse1[None, :], band, row_first + HALF, key_first, slope, half, bias, True, is_cut, rules
     )  # fmt: skip
     p1 = signed(p1, row_first + HALF, key_first, True, rules)
     y0, y1 = halves_of(warpgroup_mma_wait(0, deps=[dp]))
@@ -337,12 +367,18 @@ def narrow_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROU
 
 
 @jit
-def step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules):
+def step(
+    dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
+):  # fmt: skip
     """Processes a tile of queries by the step for the head size."""
     if rules.BLOCK_M == 64:
-        dk, dv = wide_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP, is_cut, rules)
+        dk, dv = wide_step(
+            dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP, is_cut, rules
+        )  # fmt: skip
     else:
-        dk, dv = narrow_step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP, is_cut, rules)
+        dk, dv = narrow_step(
+            dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP, is_cut, rules
+        )  # fmt: skip
     return dk, dv
 
 
@@ -425,7 +461,9 @@ def walk_band(
             for i in range(steps):
                 row_first = row_of(span, i, band, rules)
                 cut = is_cut(span, i)
-                dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head)
+                dk, dv = step(
+                    dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head
+                )  # fmt: skip
                 n += 1
         else:
             # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
@@ -435,11 +473,15 @@ def walk_band(
                 cut_end = gl.where(is_second == 0, behind, steps)
                 for i in range(is_second * upto, cut_end):
                     row_first = row_of(span, i, band, rules)
-                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, 0, band, GROUP, True, rules_of_head)
+                    dk, dv = step(
+                        dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, True, rules_of_head
+                    )  # fmt: skip
                     n += 1
                 for i in range(cut_end, upto):
                     row_first = row_of(span, i, band, rules)
-                    dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, 0, band, GROUP, False, rules_of_head)
+                    dk, dv = step(
+                        dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, False, rules_of_head
+                    )  # fmt: skip
                     n += 1
     return dk, dv, n
 
@@ -459,7 +501,9 @@ def walk_list(dk, dv, tiles, work, n, dropout_key, results, mask: Mask, GROUP: g
         words = hide_rows_behind(words, key_first, work.seqlen_k, rules)  # beside K of zeros, P might be infinite
         slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
         rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
-        dk, dv = step(dk, dv, tiles, n, row_first, key_first, slope, words, band, GROUP, False, rules_of_head)
+        dk, dv = step(
+            dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP, False, rules_of_head
+        )  # fmt: skip
         n += 1
     return dk, dv, n
 
@@ -522,11 +566,13 @@ def joint_kernel(
     dq_map,
     dk_map,
     dv_map,
+    bias_map,
     gradients: KeyGradients,
     schedule: KeySchedule,
     call_options: Options,
     dropout: Dropout,
     mask: Mask,
+    bias: BiasOfCall,
     turns_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
@@ -550,6 +596,17 @@ def joint_kernel(
         barriers(2),
         barriers(2),
     )
+    bias_maps = ()
+    bias_tiles = queries.statistics
+    bias_full = box.full
+    bias_empty = box.empty
+    if call_options.BIAS == "cells":
+        bias_maps = (bias_map,)
+        bias_tiles = buffers(bias_maps, 1)[0]
+        bias_full = barriers(1)
+        bias_empty = barriers(1)
+        mbarrier.init(bias_full.index(0), count=1)
+        mbarrier.init(bias_empty.index(0), count=GROUPS)
     tiles = Tiles(
         buffers((k_map,), 1),
         buffers((v_map,), 1),
@@ -558,6 +615,7 @@ def joint_kernel(
         queries,
         dout,
         gl.allocate_shared_memory(dtype, [call_options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
+        Bias(bias, bias_maps, (), bias_tiles, bias_full, bias_empty),
         gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
         barriers(ADDERS * GROUPS),
         barriers(GROUPS),

@@ -26,13 +26,15 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
 def _sources(t: Tensors) -> tuple[torch.Tensor, ...]:
     """Returns what the tensor maps describe."""
     assert t.workspace.dq_sums is not None
-    return (*t.operands[:3], t.dout, t.workspace.lse_log2, t.workspace.delta, t.workspace.dq_sums, t.dk, t.dv)
+    of_bias = (t.operands.bias,) if launches.bias_kind(t) == "cells" else ()
+    work = t.workspace
+    return (*t.operands[:3], t.dout, work.lse_log2, work.delta, work.dq_sums, t.dk, t.dv, *of_bias)
 
 
-def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor]) -> list[MapPlan]:
+def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor]) -> list[MapPlan | None]:
     """Returns the tensor maps. Those of Q and dO end with the last query that sees a key, those of K and V with the
     last visible key."""
-    plans = []
+    plans: list[MapPlan | None] = []
     for source, tensor in enumerate(sources[:4]):
         of_keys = source in (1, 2)
         end = host.keys_end(problem) if of_keys else launches.queries_end(problem)
@@ -43,20 +45,22 @@ def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Te
     sums = sources[6]
     lines = config.block_m * width(problem) // 2 // joint.LINE.value
     plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
-    for source, tensor in enumerate(sources[7:], 7):
+    for source, tensor in enumerate(sources[7:9], 7):
         shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem))
         plans.append(MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value)))
-    return plans
+    of_bias: list[MapPlan | None] = [host.bias_plan(9, bias, (config.block_m, config.block_n)) for bias in sources[9:]]
+    return [*plans, *(of_bias or [None])]
 
 
 def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    sources = _sources(tensors)
+    sources, kind = _sources(tensors), launches.bias_kind(tensors)
     plans = _plans(problem, config, sources)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         work, hidden = t.workspace, t.workspace.hidden
         of_call = t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed
-        return t.dk, t.dv, *of_call, hidden.words_transposed, hidden.walks_transposed, work.turns
+        of_scores = hidden.words_transposed, hidden.walks_transposed, None if kind == "cells" else t.operands.bias
+        return t.dk, t.dv, *of_call, *of_scores, work.turns
 
     # Of a query: Q, dO and dQ's sums.
     scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))
@@ -64,7 +68,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
         kernel=joint.joint_kernel,
         grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
         tensors=(
-            *[launch.Mapped(plan, sources[plan.source]) for plan in plans],
+            *launches.mapped(plans, sources),
             *beside(tensors),
             host.counter(tensors.out),
         ),
@@ -72,6 +76,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             *scalars,
             *dropout.scalars(problem.dropout_p),
             *launches.of_mask(problem, tensors, transposed=True),
+            *arguments.broadcast_strides(tensors.operands.bias)[:3],
         ],
         constants={
             "BLOCK_M": config.block_m,
@@ -80,7 +85,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
             **launches.constants_of(problem),
-            "BIAS": "",
+            "BIAS": kind,
             "IS_DETERMINISTIC": problem.deterministic,
         },
         options={"num_warps": 4, "enable_fp_fusion": True},

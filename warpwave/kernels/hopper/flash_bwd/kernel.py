@@ -17,6 +17,7 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import apart_launch, hidden, joint, joint_launch, launches, split_launch
 from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
+    config_of_bias,
     configs,
     default,
     group_splits,
@@ -76,13 +77,13 @@ def bind(
     problem: AttentionProblem, gpu: Gpu, operands: Operands, wanted: Sequence[bool], config: Config
 ) -> Callable[[Operands, Results, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor | None, ...]]:
     """Prepares the gradients of one problem and layout; compiles in the first call, and in the first with a dlse. The
-    gradient of ALiBi's slopes takes separate launches, whatever the config.
+    gradients of a bias and of ALiBi's slopes take separate launches, whatever the config.
 
     Returns:
         run: `run(operands, (out, lse), dout, dlse)` returns dq, dk, dv, dbias, dslopes, dsinks; None if not wanted.
     """
-    if wanted[4] and problem.alibi_shape is not None:
-        config = configs(problem, gpu)[-1]
+    if (wanted[3] and problem.bias_shape is not None) or (wanted[4] and problem.alibi_shape is not None):
+        config = config_of_bias(problem, gpu)
     # Parts of float32 are in tensors of their own, whatever the strides of the operands.
     mapped = () if problem.dtype == "float32" else ("q", "k", "v")
     mappable, device = host.mappable(problem, operands, mapped), operands.q.device

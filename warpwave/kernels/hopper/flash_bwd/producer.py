@@ -44,10 +44,11 @@ def producer(maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedu
                 line = [batch * heads.num_heads + head, statistic + down]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)
                 if rules.BIAS == "cells":
-                    mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
-                    full = tiles.bias.full.index(n % 2)
+                    stages: gl.constexpr = tiles.bias.full.shape[0]
+                    mbarrier.wait(tiles.bias.empty.index(n % stages), ((n // stages) & 1) ^ 1)
+                    full = tiles.bias.full.index(n % stages)
                     mbarrier.expect(full, bytes_of(tiles.bias.maps, 1))
-                    place = tiles.bias.tiles.shape[0] // 2 * (n % 2)
+                    place = tiles.bias.tiles.shape[0] // stages * (n % stages)
                     load_bias(tiles.bias, place, full, batch, head, row + down, key_first)
                 if i == 0:
                     mbarrier.wait(tiles.empty.index(0), (messages & 1) ^ 1)
