@@ -327,7 +327,8 @@ def test_a_bias_takes_launches_apart(card: Card, shape: tuple[int, int], keys: i
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (64, "float32")])
 def test_a_bias_whose_gradient_is_not_wanted_takes_the_joint_launch(card: Card, head_dim: int, dtype: str) -> None:
     """Unless its tiles are too large."""
-    q, k, v = (torch.randn(2, 256, 4, head_dim, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    of_call = torch.bfloat16 if dtype == "float32" else getattr(torch, dtype)
+    q, k, v = (torch.randn(2, 256, 4, head_dim, dtype=of_call).requires_grad_() for _ in range(3))
     bias = torch.randn(1, 4, 256, 256).to(getattr(torch, dtype))
     torch.autograd.grad(warpwave.attention(q, k, v, bias=bias).sum(), (q, k, v))
     launches = APART if dtype == "float32" else BACKWARD
