@@ -263,14 +263,14 @@ def test_nan_of_a_neighbor_stays_there(
 
 
 @pytest.mark.parametrize(("config", "dtype"), [(0, "float16"), (1, "float16"), (0, "float32:default")])
-@pytest.mark.parametrize("features", ["causal", "packed", "window"])
-def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, config: int, dtype: str) -> None:
+@pytest.mark.parametrize(("features", "data"), [("causal", "sharp"), ("packed", "normal"), ("window", "normal")])
+def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, data: Data, config: int, dtype: str) -> None:
     """As few and long blocks have them, here of a short call."""
     monkeypatch.setattr(flash_bwd_config, "LEAST_STEPS", 0)
     heads: dict[str, Any] = {"heads": (8, 2), "dtype": dtype}
     if dtype != "float16":
         heads |= {"sinks": False, "softcap": 0.0}
-    call = cases.build(replace(SHORT, **{**CALLS[features], **heads}), "normal", CPU)
+    call = cases.build(replace(SHORT, **{**CALLS[features], **heads}), data, CPU)
     of = flash_bwd.configs(call.problem, H200)[config]
     assert flash_bwd_config.group_splits(call.problem, of) == 4
     judge(call, more=False, config=config)

@@ -61,7 +61,9 @@ def barriers(COUNT: gl.constexpr):
 @jit
 def present(first, second, third):
     """Returns the pieces that are present."""
-    if second is None:
+    if first is None:
+        return ()
+    elif second is None:
         return (first,)
     elif third is None:
         return (first, second)

@@ -86,5 +86,5 @@ def specify(
             *broadcast_strides(bias), heads, queries, keys, tiles_m, tiles_n, low or 0, high or 0,
         ],
         constants={"BLOCK": BLOCK, "HAS_LOW": low is not None, "HAS_HIGH": high is not None},
-        options={"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True},
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
     )  # fmt: skip

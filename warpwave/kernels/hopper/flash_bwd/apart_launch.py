@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
-from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks
+from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
@@ -57,6 +57,8 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 
     sources = mapped(tensors)
     *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
+    if group_splits(problem, config) > 1:
+        of_dk, of_dv = [None] * len(of_dk), [None] * len(of_dv)
     of_rows = [launches.statistic_plan(source, sources[source], config.block_m) for source in (6, 7)]
     of_bias = host.bias_plan(8, sources[8], (config.block_m, config.block_n)) if kind == "cells" else None
     plans = [*chain(*read), *of_rows, *of_dk, *of_dv, of_bias]

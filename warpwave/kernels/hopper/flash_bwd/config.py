@@ -206,8 +206,7 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     A block that walks all heads of a group adds up their dK and dV at once, but few kv heads then make few and long
     blocks: 8 query heads on 1 kv head of 8,192 keys are 64 blocks for 132 multiprocessors. Each split has a dK and a dV
     of its own, which are summed at the end. Under a mask there is one split, because its lists of steps are those of
-    whole groups. The number depends on the call alone, not on the GPU, so that bits do not either. In float16 the sums
-    of a split must be finite, not only those of the group.
+    whole groups. The number depends on the call alone, not on the GPU, so that bits do not either.
     """
     group = problem.num_heads_q // problem.num_heads_kv
     if group == 1 or problem.mask_shape is not None:

@@ -68,9 +68,12 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     if splits == 1:
         return problem, 0, ()
     divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
-    read = DTYPE_BYTES[problem.dtype] * (problem.head_dim + problem.head_dim_v) * keys_of(divided)
-    written = read // splits
-    return divided, read, (Cost(0, 0, 0, read, written, first_bytes=read + written, launches=2),)
+    size, numbers = DTYPE_BYTES[problem.dtype], (problem.head_dim + problem.head_dim_v) * keys_of(problem)
+    read, added = 4 * splits * numbers, 4 * numbers  # float32, as their sums, which are rounded apart
+    rounds = size < 4
+    of_sums = Cost(0, 0, 0, read, added, first_bytes=read + added, launches=2)
+    of_rounding = Cost(0, 0, 0, added, size * numbers, first_bytes=added + size * numbers, launches=2)
+    return divided, read, (of_sums, of_rounding) if rounds else (of_sums,)
 
 
 def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -114,7 +117,7 @@ def _of_hidden_by_bias(problem: AttentionProblem) -> Cost:
     blocks = math.prod(shapes[0][:2]) * math.prod(-(-shape[2] // bias_seen.BLOCK) for shape in shapes)
     read = math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     flags = sum(map(math.prod, shapes))
-    return of_rows(blocks, read, flags, flags, 256)
+    return of_rows(blocks, read, flags, flags, 128)
 
 
 def _copied_bytes(problem: AttentionProblem) -> int:

@@ -36,6 +36,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     Stream,
     gradient,
     hide_rows_behind,
+    is_of_split,
     kept,
     mask_lines,
     mask_words,
@@ -64,6 +65,7 @@ from warpwave.kernels.hopper.parts import (
     buffers,
     halves_of,
     matrix,
+    present,
     unseen_zero,
     zero_accumulator,
 )
@@ -384,21 +386,25 @@ def step(
 
 @jit
 def store_result(
-    x, result_map, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
+    x, maps, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
 ):  # fmt: skip
-    """Stores dK or dV of a group's 64 keys: by TMA through parts of dS, or row by row if a packed sequence ends inside,
-    because another one follows."""
+    """Stores dK or dV of a group's 64 keys: by TMA through parts of dS, or row by row, as `steps.store_pieces`."""
     band = band_of(work, rules)
     key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
     key_end = work.k_begin + band.k_end
+    stride_b, stride_h, stride_n = strides
+    batch = work.batch
     if rules.IS_VARLEN:
+        batch = gl.to_tensor(0)
+    if is_of_split(ptr, tiles.keys):
+        store_rows(x, ptr, stride_b, stride_h, stride_n, batch, work.head, key, key_end, WIDTH)
+    elif rules.IS_VARLEN:
         if key + GROUP_KEYS <= key_end:
-            store_by_map(x, result_map, tiles, 0, work.head, key, GROUP, rules)
+            store_by_map(x, maps[0], tiles, 0, work.head, key, GROUP, rules)
         else:
-            stride_b, stride_h, stride_n = strides
-            store_rows(x, ptr, stride_b, stride_h, stride_n, gl.to_tensor(0), work.head, key, key_end, WIDTH)
+            store_rows(x, ptr, stride_b, stride_h, stride_n, batch, work.head, key, key_end, WIDTH)
     else:
-        store_by_map(x, result_map, tiles, work.batch, work.head, key, GROUP, rules)
+        store_by_map(x, maps[0], tiles, work.batch, work.head, key, GROUP, rules)
 
 
 @jit
@@ -542,10 +548,10 @@ def consumer(
         if has_dropout(rules.dropout):
             dv = dv * rules.dropout.scale
         strides = (results.stride_dv_b, results.stride_dv_h, results.stride_dv_n)
-        store_result(dv, results.dv_maps[0], results.dv_ptr, strides, tiles, work, GROUP, HEAD_DIM_V, rules)
+        store_result(dv, results.dv_maps, results.dv_ptr, strides, tiles, work, GROUP, HEAD_DIM_V, rules)
         dk = dk * rules.softmax_scale
         strides = (results.stride_dk_b, results.stride_dk_h, results.stride_dk_n)
-        store_result(dk, results.dk_maps[0], results.dk_ptr, strides, tiles, work, GROUP, HEAD_DIM, rules)
+        store_result(dk, results.dk_maps, results.dk_ptr, strides, tiles, work, GROUP, HEAD_DIM, rules)
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -630,7 +636,7 @@ def joint_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=READERS)
     fence_async_shared()
-    results = Results(gradients, (dk_map,), (dv_map,))
+    results = Results(gradients, present(dk_map, None, None), present(dv_map, None, None))
     seqlen_q = schedule.seqlen_k
     seqlen_k = schedule.seqlen_q
     maps = (q_map,), (k_map,), (v_map,), (dout_map,), lse_map, delta_map

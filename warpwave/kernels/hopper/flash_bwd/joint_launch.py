@@ -11,7 +11,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, launches, rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks, width
+from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks, width
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
@@ -47,7 +47,8 @@ def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Te
     plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
     for source, tensor in enumerate(sources[7:9], 7):
         shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem))
-        plans.append(MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value)))
+        plan = MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value))
+        plans.append(None if group_splits(problem, config) > 1 else plan)
     of_bias: list[MapPlan | None] = [host.bias_plan(9, bias, (config.block_m, config.block_n)) for bias in sources[9:]]
     return [*plans, *(of_bias or [None])]
 

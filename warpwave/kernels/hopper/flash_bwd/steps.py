@@ -26,6 +26,7 @@ from warpwave.kernels.hopper.rows import zero_head, zero_rows, zero_values
 from warpwave.kernels.hopper.words import hide_words, lines_of_rows, load_words
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
+    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -316,24 +317,48 @@ def store_pieces(
 ):  # fmt: skip
     """Stores 64 rows of a gradient, a tuple of pieces [64, width], as rows `row` to `row_end` of a head of WIDTH
     columns. They are stored by TMA, which stops at the tensor's end, through the I-th tile of `buffers`; or from
-    registers if a packed sequence ends inside, because another one follows."""
-    for i in gl.static_range(len(maps)):
-        matrix(buffers[i].index(I)).store(x[i].to(maps[i].dtype))
-    fence_async_shared()
+    registers if a packed sequence ends inside, because another one follows, and if the gradient is one of several
+    splits (`is_of_split`)."""
     if IS_VARLEN:
-        if row + ROWS <= row_end:
-            for i in gl.static_range(len(maps)):
-                tma_store(maps[i], [0, head, row, first_column(maps, i)], buffers[i].index(I))
-        else:
-            stride_b, stride_h, stride_m = strides
-            for i in gl.static_range(len(maps)):
-                store_rows(
-                    x[i], ptr + first_column(maps, i), stride_b, stride_h, stride_m, gl.to_tensor(0), head, row,
-                    row_end, WIDTH - first_column(maps, i),
-                )  # fmt: skip
+        batch = gl.to_tensor(0)
+    if is_of_split(ptr, buffers):
+        store_rows_of_pieces(x, ptr, strides, batch, head, row, row_end, WIDTH)
     else:
         for i in gl.static_range(len(maps)):
-            tma_store(maps[i], [batch, head, row, first_column(maps, i)], buffers[i].index(I))
+            matrix(buffers[i].index(I)).store(x[i].to(maps[i].dtype))
+        fence_async_shared()
+        if IS_VARLEN:
+            if row + ROWS <= row_end:
+                for i in gl.static_range(len(maps)):
+                    tma_store(maps[i], [0, head, row, first_column(maps, i)], buffers[i].index(I))
+            else:
+                store_rows_of_pieces(x, ptr, strides, batch, head, row, row_end, WIDTH)
+        else:
+            for i in gl.static_range(len(maps)):
+                tma_store(maps[i], [batch, head, row, first_column(maps, i)], buffers[i].index(I))
+
+
+@constexpr_function
+def is_of_split(ptr, buffers):
+    """Returns whether dK or dV are sums of one split of several, float32 in memory: `config.group_splits`."""
+    return ptr.dtype.element_ty != buffers[0].dtype
+
+
+@constexpr_function
+def columns_before(x, i):
+    """Returns the columns of the pieces before the i-th."""
+    return sum(int(piece.shape[-1]) for piece in list(x)[: int(i)])
+
+
+@jit
+def store_rows_of_pieces(x, ptr, strides, batch, head, row, row_end, WIDTH: gl.constexpr):
+    """Stores pieces of 64 rows, as `store_rows`."""
+    stride_b, stride_h, stride_m = strides
+    for i in gl.static_range(len(x)):
+        store_rows(
+            x[i], ptr + columns_before(x, i), stride_b, stride_h, stride_m, batch, head, row, row_end,
+            WIDTH - columns_before(x, i),
+        )  # fmt: skip
 
 
 @jit
