@@ -21,6 +21,7 @@ from warpwave.kernels.hopper.flash_bwd import kernel
 from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, group_splits, steps_of_dq
 from warpwave.kernels.hopper.host import bias_bytes
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.runtime import launch, parameters
 
 __all__ = ["card", "device", "known", "pytestmark"]  # fixtures
 BACKWARD = ["statistics_kernel", "joint_kernel", "finish_dq_kernel"]  # in the order in which they are compiled
@@ -199,6 +200,24 @@ def test_query_heads_are_divided_where_blocks_are_few(fields: dict[str, Any], ex
     )  # fmt: skip
     config = kernel.configs(problem, Gpu.for_arch("sm_90"))[0]
     assert group_splits(problem, config) == expected
+
+
+@pytest.mark.parametrize(("head_dim", "biased"), [(64, False), (128, True), (256, False), (256, True)])
+def test_splits_are_float32_and_stored_without_maps(card: Card, head_dim: int, biased: bool) -> None:
+    """Their sums are gradients of the call's type and shape."""
+    q, k, v = (torch.randn(1, 2048, n, head_dim, dtype=torch.bfloat16).requires_grad_() for n in (8, 1, 1))
+    bias = torch.randn(1, 8, 2048, 2048, dtype=torch.bfloat16) if biased else None
+    for _ in range(2):
+        grads = torch.autograd.grad(warpwave.attention(q, k, v, causal=True, bias=bias).sum(), (q, k, v))
+    assert [(g.shape, g.dtype) for g in grads] == [(t.shape, t.dtype) for t in (q, k, v)]
+    (of_keys,) = (s for s in card.compiled if s.kernel.__name__ in ("joint_kernel", "dkv_kernel"))
+    names = [parameter.name for parameter in parameters.parameters(of_keys.kernel) if parameter.kind == "tensor"]
+    given = dict(zip(names, of_keys.tensors, strict=True))
+    assert given["dk_map"] is given["dv_map"] is None and given["dk_ptr"].dtype == torch.float32
+    assert given["dk_ptr"].shape[2] == given["dv_ptr"].shape[2] > 1
+    launched = [maps for function, _, maps, _ in card.launched if function == 1 + card.compiled.index(of_keys)]
+    mapped = [t for t in of_keys.tensors if isinstance(t, launch.Mapped)]
+    assert [len(maps) for maps in launched] == [len(mapped)] * 2
 
 
 def test_parts_of_every_head_size_fit_shared_memory() -> None:

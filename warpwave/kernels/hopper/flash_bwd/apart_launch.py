@@ -28,13 +28,15 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
 
 
 def _plans(
-    problem: AttentionProblem, sources: Sequence[torch.Tensor], of_keys: Sequence[int], steps: Sequence[int], step: int
-) -> list[list[MapPlan | None]]:
+    problem: AttentionProblem, sources: Sequence[torch.Tensor], of_keys: Sequence[int], steps: Sequence[int] = (),
+    step: int = ROWS, first: int = 0,
+) -> list[list[MapPlan | None]]:  # fmt: skip
     """Returns the tensor maps of each source, one for each piece of its width. Maps of keys end with the last visible
     key, the others with the last query that sees a key. Sources that a block walks, `steps`, have tiles of `step` rows.
+    Sources are numbered from `first` on.
     """
     plans = []
-    for source, tensor in enumerate(sources):
+    for source, tensor in enumerate(sources, first):
         end = host.keys_end(problem) if source in of_keys else launches.queries_end(problem)
         shape, strides = host.seen(tensor, problem.packed, end)
         rows = step if source in steps else ROWS
@@ -43,11 +45,12 @@ def _plans(
 
 
 def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    kind = launches.bias_kind(tensors)
+    kind, is_divided = launches.bias_kind(tensors), group_splits(problem, config) > 1
 
-    def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
+    def mapped(t: Tensors) -> tuple[Any, ...]:
         of_bias = (t.operands.bias,) if kind == "cells" else ()
-        return (*t.operands[:3], t.dout, t.dk, t.dv, t.workspace.lse_log2, t.workspace.delta, *of_bias)
+        stored = () if is_divided else (t.dk, t.dv)
+        return (*t.operands[:3], t.dout, t.workspace.lse_log2, t.workspace.delta, *of_bias, *stored)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         bias = None if kind == "cells" else t.operands.bias
@@ -56,12 +59,12 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, *of_scores, t.operands.dropout_seed
 
     sources = mapped(tensors)
-    *read, of_dk, of_dv = _plans(problem, sources[:6], of_keys=(1, 2, 4, 5), steps=(0, 3), step=config.block_m)
-    if group_splits(problem, config) > 1:
-        of_dk, of_dv = [None] * len(of_dk), [None] * len(of_dv)
-    of_rows = [launches.statistic_plan(source, sources[source], config.block_m) for source in (6, 7)]
-    of_bias = host.bias_plan(8, sources[8], (config.block_m, config.block_n)) if kind == "cells" else None
-    plans = [*chain(*read), *of_rows, *of_dk, *of_dv, of_bias]
+    read = _plans(problem, sources[:4], of_keys=(1, 2), steps=(0, 3), step=config.block_m)
+    of_rows = [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
+    of_bias = host.bias_plan(6, sources[6], (config.block_m, config.block_n)) if kind == "cells" else None
+    first = 6 + (kind == "cells")
+    stored = _plans(problem, sources[first:], of_keys=(first, first + 1), first=first)
+    plans = [*chain(*read), *of_rows, *(chain(*stored) if stored else [None] * 6), of_bias]
     size = DTYPE_BYTES[problem.dtype]
     of = launch.Launch(
         kernel=dkv.dkv_kernel,

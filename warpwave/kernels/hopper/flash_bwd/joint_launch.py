@@ -23,17 +23,11 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
     return [_gradients(problem, gpu, tensors, config), _finish(problem, tensors, config)]
 
 
-def _sources(t: Tensors) -> tuple[torch.Tensor, ...]:
-    """Returns what the tensor maps describe."""
-    assert t.workspace.dq_sums is not None
-    of_bias = (t.operands.bias,) if launches.bias_kind(t) == "cells" else ()
-    work = t.workspace
-    return (*t.operands[:3], t.dout, work.lse_log2, work.delta, work.dq_sums, t.dk, t.dv, *of_bias)
-
-
-def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor]) -> list[MapPlan | None]:
-    """Returns the tensor maps. Those of Q and dO end with the last query that sees a key, those of K and V with the
-    last visible key."""
+def _plans(
+    problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor], has_bias: bool
+) -> list[MapPlan | None]:
+    """Returns the tensor maps of `sources`, in the kernel's order, None for absent ones. Those of Q and dO end with the
+    last query that sees a key, those of K and V with the last visible key."""
     plans: list[MapPlan | None] = []
     for source, tensor in enumerate(sources[:4]):
         of_keys = source in (1, 2)
@@ -45,17 +39,22 @@ def _plans(problem: AttentionProblem, config: Config, sources: Sequence[torch.Te
     sums = sources[6]
     lines = config.block_m * width(problem) // 2 // joint.LINE.value
     plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
-    for source, tensor in enumerate(sources[7:9], 7):
-        shape, strides = host.seen(tensor, problem.packed, host.keys_end(problem))
-        plan = MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value))
-        plans.append(None if group_splits(problem, config) > 1 else plan)
-    of_bias: list[MapPlan | None] = [host.bias_plan(9, bias, (config.block_m, config.block_n)) for bias in sources[9:]]
-    return [*plans, *(of_bias or [None])]
+    of_bias = host.bias_plan(7, sources[7], (config.block_m, config.block_n)) if has_bias else None
+    stored: list[MapPlan | None] = []
+    for source in range(7 + has_bias, len(sources)):
+        shape, strides = host.seen(sources[source], problem.packed, host.keys_end(problem))
+        stored.append(MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value)))
+    return [*plans, *(stored or [None, None]), of_bias]
 
 
 def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    sources, kind = _sources(tensors), launches.bias_kind(tensors)
-    plans = _plans(problem, config, sources)
+    kind, is_divided = launches.bias_kind(tensors), group_splits(problem, config) > 1
+
+    def mapped(t: Tensors) -> tuple[Any, ...]:
+        of_bias = (t.operands.bias,) if kind == "cells" else ()
+        stored = () if is_divided else (t.dk, t.dv)
+        work = t.workspace
+        return *t.operands[:3], t.dout, work.lse_log2, work.delta, work.dq_sums, *of_bias, *stored
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         work, hidden = t.workspace, t.workspace.hidden
@@ -63,6 +62,8 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
         of_scores = hidden.words_transposed, hidden.walks_transposed, None if kind == "cells" else t.operands.bias
         return t.dk, t.dv, *of_call, *of_scores, work.turns
 
+    sources = mapped(tensors)
+    plans = _plans(problem, config, sources, kind == "cells")
     # Of a query: Q, dO and dQ's sums.
     scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))
     of = launch.Launch(
@@ -91,7 +92,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
         },
         options={"num_warps": 4, "enable_fp_fusion": True},
     )
-    return Step(of, lambda t: (*_sources(t), *beside(t)), plans)
+    return Step(of, lambda t: (*mapped(t), *beside(t)), plans)
 
 
 def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:
