@@ -31,8 +31,8 @@ PRODUCTS = {
 # The launch of dQ takes fewer keys a step where tiles of the bias need the room.
 WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
 # Bytes of local memory a thread may take, most of it outside the main loop: without and with other features than a
-# plain call's. Triton 3.6 and 3.7 take up to 296 and 632, and up to 56 with a bias (3.9: 104)
-# and 64 with a mask (3.9: 208). With dropout, up to 608 in the joint launch and 176 in that of dQ (3.6).
+# plain call's. Triton 3.6 and 3.7 take up to 296 and 632, and up to 128 with a bias (3.9: 152) and 152 with a mask
+# (3.9: 208). With dropout, up to 608 in the joint launch and 176 in that of dQ (3.6).
 SPILL_BOUNDS = {
     "plain": 384, "deterministic": 384, "features": 768, "trained bias": 192, "mask": 256, "dropout": 640,
     "splits": 384,
