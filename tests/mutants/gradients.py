@@ -457,6 +457,11 @@ HOPPER_BACKWARD = [
         MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
     ),
     Mutant(
+        "bias on Hopper: sums of a tile that no block visits", "kernels/hopper/flash_bwd/kernel.py",
+        "(problem.bias_shape is not None and has_hidden_rows)", "(problem.bias_shape is not None and False)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_a_bias_whose_gradient_is_not_wanted", "from and 128", "FAIL",
+    ),
+    Mutant(
         "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_bits.py",
         "shown = (shown != 0).to(tl.int32)", "shown = ((shown >= 0) & (step < steps)).to(tl.int32)",
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",

@@ -188,6 +188,8 @@ def test_bias_of_any_shape(shape: tuple[int, ...], dims: tuple[int, int], dtype:
         bias.masked_fill_(torch.rand(shape, generator=g, device=DEVICE) < 0.1, -torch.inf)
     problem = replace(call.problem, bias_shape=shape, bias_dtype=dtype)
     call = call._replace(problem=problem, operands=call.operands._replace(bias=bias), options=call.options)
+    if config == 0 and len(flash_bwd.configs(problem, GPU)) == 1:
+        pytest.skip("it is the other config")
     dout, dlse = upstream(call)
     references = backward_references(problem, call.operands, dout, dlse)
     found = gradients(call, dout, dlse, config)
@@ -206,6 +208,8 @@ def test_gradients_with_a_bias_repeat_bit_for_bit(dims: tuple[int, int], dtype: 
     call = cases.build(case, "normal", DEVICE)
     bias = call.operands.bias.to(getattr(torch, dtype))
     call = call._replace(problem=replace(call.problem, bias_dtype=dtype), operands=call.operands._replace(bias=bias))
+    if config == 0 and len(flash_bwd.configs(call.problem, GPU)) == 1:
+        pytest.skip("it is the other config")
     dout, dlse = upstream(call)
     first = gradients(call, dout, dlse, config, deterministic=True)
     of = 5 if config == -1 else 3

@@ -354,6 +354,20 @@ def test_a_bias_whose_gradient_is_not_wanted_takes_the_joint_launch(card: Card, 
     assert compiled(card)[-5:] == ["bias_seen_kernel", "zero_unseen_kernel", *launches]
 
 
+def test_lists_of_steps_count_the_tiles_that_are_walked(card: Card) -> None:
+    """Also if a bias that is the same for all queries is copied, because its keys are not adjacent: then each score has
+    a number, and tiles are shorter."""
+    q, k, v = (torch.randn(2, 256, 4, 128, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    mask = torch.ones(1, 4, 256, 256, dtype=torch.bool)
+    for step in (1, 2):
+        bias = torch.randn(1, 4, 1, 256 * step)[..., ::step].expand(-1, -1, 256, -1)
+        torch.autograd.grad(warpwave.attention(q, k, v, bias=bias, mask=mask).sum(), (q, k, v))
+    named = {name: [s for s in card.compiled if s.kernel.__name__ == name] for name in set(compiled(card))}
+    walked = [s.constants["BLOCK_N"] for s in named["dq_kernel"]]
+    lists = [128 // s.constants["REPEAT"] for s in named["list_steps_kernel"] if s.constants["PER_BLOCK"] == 2]
+    assert walked == lists == [128, 64]
+
+
 def test_gradients_of_slopes_take_launches_apart(card: Card) -> None:
     q, k, v = inputs()
     slopes = torch.rand(4).requires_grad_()

@@ -129,7 +129,7 @@ class Mask(NamedTuple):
 
     Attributes:
         words_ptr: its words, with strides of batch, head, tile of columns and row.
-        walks_ptr: lists of the steps of a block that show a pair (flash_bwd/launches.of_walks), with strides of
+        walks_ptr: lists of the steps of a block that show a pair (prepass/mask_bits.list_steps_kernel), with strides of
             batch, head and block.
     """
 

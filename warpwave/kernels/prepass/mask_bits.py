@@ -1,5 +1,6 @@
-"""A launch before Hopper's kernels that packs a boolean mask into bits, in the thread order of wgmma's accumulators,
-and flags the tiles that are entirely hidden. The bits also contain what position hides.
+"""Launches before Hopper's kernels that pack a boolean mask into bits, in the thread order of wgmma's accumulators,
+flag the tiles, queries and keys that it does not hide entirely, and list the tiles of blocks. The bits also contain
+what position hides.
 
 A thread of a warpgroup holds two columns out of every eight of each of its two rows. Each of the four threads that
 share a row has one word: word q of a row holds columns `8 j + 2 q + c` of a tile of 128 keys, in bit `2 j + c`. A tile
@@ -244,7 +245,12 @@ def seen_shapes(problem: AttentionProblem) -> tuple[tuple[int, int, int], tuple[
 CHUNK = 128  # steps that a block lists at a time
 
 
-@jit(do_not_specialize=["flags_begin", "heads", "blocks", "row_blocks", "steps", "group"])
+@jit(
+    do_not_specialize=[
+        *("flags_begin", "stride_flags_b", "stride_flags_h", "stride_flags_r"),
+        *("heads", "blocks", "row_blocks", "steps", "group"),
+    ]
+)
 def list_steps_kernel(
     words_ptr,
     lists_ptr,

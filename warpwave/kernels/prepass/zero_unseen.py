@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from warpwave.kernels.arguments import padded
+from warpwave.kernels.arguments import broadcast_strides, padded
 from warpwave.kernels.groups import InUnits
+from warpwave.kernels.primitives import in_elements
 from warpwave.runtime import launch
 from warpwave.runtime.parameters import Pointer
 from warpwave.runtime.triton_or_stub import jit, tl
@@ -46,12 +47,13 @@ def _copy(
     tokens: InUnits, to_ptr, batch, head, rows, inside, seen, num_heads, num_rows, D: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     columns = tl.arange(0, WIDTH)
-    ptr = tokens.ptr + (batch.to(tl.int64) * tokens.stride_b + head.to(tl.int64) * tokens.stride_h) * UNIT
+    x = in_elements(tokens, UNIT)
+    ptr = x.ptr + batch * x.stride_b + head * x.stride_h
     within = inside[:, None] & (columns < D)[None, :]
-    read = (rows.to(tl.int64) * tokens.stride_m)[:, None] * UNIT + columns[None, :] * tokens.stride_d
-    x = tl.load(ptr + read, mask=within & (seen != 0)[:, None], other=0.0)
+    read = (rows * x.stride_m)[:, None] + columns[None, :] * x.stride_d
+    copied = tl.load(ptr + read, mask=within & (seen != 0)[:, None], other=0.0)
     to_ptr += (batch.to(tl.int64) * num_rows * num_heads + head) * D
-    tl.store(to_ptr + (rows.to(tl.int64) * num_heads)[:, None] * D + columns[None, :], x, mask=within)
+    tl.store(to_ptr + (rows.to(tl.int64) * num_heads)[:, None] * D + columns[None, :], copied, mask=within)
 
 
 @jit(do_not_specialize=["num_heads", "group", "num_rows", "row_blocks"])
@@ -111,8 +113,10 @@ def specify(
         kernel=zero_unseen_kernel,
         grid=batch * heads * row_blocks,
         tensors=(*tokens, *copies, *flags),
-        scalars=[*_in_units(tokens[0]), *_in_units(tokens[1]), *_strides(flags[0]), *_strides(flags[1]),
-                 heads, group, rows, row_blocks],
+        scalars=[
+            *_in_units(tokens[0]), *_in_units(tokens[1]), *broadcast_strides(flags[0])[:3],
+            *broadcast_strides(flags[1])[:3], heads, group, rows, row_blocks,
+        ],
         constants={
             "D_FIRST": dims[0], "D_SECOND": dims[1], "WIDTH_FIRST": padded(dims[0]), "WIDTH_SECOND": padded(dims[1]),
             "BLOCK_ROWS": BLOCK_ROWS,
@@ -127,9 +131,3 @@ def _in_units(tensor: torch.Tensor) -> tuple[int, ...]:
     unit = UNIT.value
     assert not any(stride % unit for stride in strides), tensor.stride()
     return *(stride // unit for stride in strides), 1
-
-
-def _strides(flags: torch.Tensor | None) -> tuple[int, ...]:
-    if flags is None:
-        return 0, 0, 0
-    return tuple(0 if size == 1 else stride for size, stride in zip(flags.shape, flags.stride(), strict=True))

@@ -147,7 +147,7 @@ def _bias_us(problem: AttentionProblem, module: Any, config: Any, gpu: Gpu) -> f
     of_bias = module.config_of_bias(problem, gpu) if hasattr(module, "config_of_bias") else config
     with_bias = predict(problem, _WithBias(module), of_bias, gpu, hot=True, graph=True)
     without = predict(problem, module, config, gpu, hot=True, graph=True)
-    return 0.0 if with_bias is None or without is None else with_bias.time_us - without.time_us
+    return 0.0 if with_bias is None or without is None else max(0.0, with_bias.time_us - without.time_us)
 
 
 class _WithBias:

@@ -91,7 +91,7 @@ def band_of(work, rules):
     if rules.HAS_LOW and rules.TOP_LEFT:  # the window may lie past the causal edge of every query
         q_end = gl.where(low > high, q_begin, q_end)
     # Tiles of a mask share no words. Tiles of a bias begin at a multiple of 16 bytes, otherwise the copy engine raises
-    # an illegal instruction. Rows that nothing sees are then zeros (launches.without_unseen).
+    # an illegal instruction. Rows that nothing sees are then zeros (prepass/zero_unseen.py).
     q_seen = q_begin
     k_seen = k_begin
     if rules.HAS_MASK or rules.BIAS != "":
@@ -106,7 +106,7 @@ def band_of(work, rules):
 @constexpr_function
 def begins_early(has_edge, rules):
     """Returns whether the first tile may begin with rows that nothing sees, which may be NaN. With a mask or bias such
-    rows are zeros (launches.without_unseen).
+    rows are zeros (prepass/zero_unseen.py).
 
     Args:
         has_edge: HAS_HIGH for queries, HAS_LOW for keys.

@@ -2,9 +2,9 @@
 
 A bias with a number for each score is copied by TMA. The joint launch has one stage for its tiles. If another block
 owns keys (dkv.py), each tile is copied to the stage that will hold its step's P, so it takes no further shared memory.
-If a block owns queries (dq.py), tiles of the bias are copied with
-those of K. If the gradient of the bias is wanted, dS replaces the bias in its tile, in the same type, and is stored by
-TMA. A bias that is the same for all queries or for all keys is read by plain loads.
+If a block owns queries (dq.py), tiles of the bias are copied with those of K. If the gradient of the bias is wanted, dS
+replaces the bias in its tile, in the same type, and is stored by TMA. A bias that is the same for all queries or for
+all keys is read by plain loads.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.

@@ -54,6 +54,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         zeros = (*zeros, of_copies(_copied_bytes(problem)))
         needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
         workspace += sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
+    if config.is_joint and problem.mask_shape is not None:  # the sums of dQ
+        zeros = (*zeros, Cost(0, 0, 0, 0, sums, first_bytes=sums))
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
         return in_turn(parts, workspace)
@@ -73,7 +75,7 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     rounds = size < 4
     of_sums = Cost(0, 0, 0, read, added, first_bytes=read + added, launches=2)
     of_rounding = Cost(0, 0, 0, added, size * numbers, first_bytes=added + size * numbers, launches=2)
-    return divided, read, (of_sums, of_rounding) if rounds else (of_sums,)
+    return divided, read + added * rounds, (of_sums, of_rounding) if rounds else (of_sums,)
 
 
 def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

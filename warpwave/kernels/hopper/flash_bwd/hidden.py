@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from warpwave.kernels.hopper.flash_bwd.config import Config
-from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, query_tiles
+from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, query_tiles, steps_over_keys
 from warpwave.kernels.prepass import bias_seen, mask_bits, zero_unseen
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.scratch import Need
 
 
 def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | None]:
-    """Returns the shape and dtype of each field of `Hidden`, None for absent ones.
+    """Returns the shape and dtype of each field of `launches.Hidden`, None for absent ones.
 
     Args:
         keys: of a step in the launch of dQ.
@@ -37,20 +37,16 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
     return [*words, *flags, *((shape, dtype) for shape in shapes)]
 
 
-def steps(problem: AttentionProblem, tensors: Tensors, config: Config, keys: int) -> list[Step]:
+def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches: they pack the mask, list the steps of blocks, flag the queries and keys that mask and bias
-    do not hide entirely, and copy the operands with zeros for the others.
-
-    Args:
-        keys: as for `needs`.
-    """
+    do not hide entirely, and copy the operands with zeros for the others."""
     found, operands, hidden = [], tensors.operands, tensors.workspace.hidden
     if problem.bias_shape is not None:
         assert operands.bias is not None and hidden.bias_queries is not None and hidden.bias_keys is not None
         of_bias = bias_seen.specify(problem, operands.bias, hidden.bias_queries, hidden.bias_keys)
         found.append(Step(of_bias, _bias_and_flags))
     if problem.mask_shape is not None:
-        lists = _lists(problem, config, keys)
+        lists = _lists(problem, config, steps_over_keys(problem, tensors, config)[0])
         for transposed in lists:
             given = partial(_mask_and_words, transposed=transposed)
             mask, words, *flags = given(tensors)

@@ -242,7 +242,7 @@ def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
 @jit
 def gradient_of_scores(p, cap, dp, delta, rules):
     """Returns dS^T of the products before the scale. Where P is 0, dP is finite, because rows outside the band are
-    never loaded."""
+    never loaded, or are zeros."""
     ds = gradient(p, dp, delta, rules)
     if rules.HAS_SOFTCAP:
         ds = ds * cap

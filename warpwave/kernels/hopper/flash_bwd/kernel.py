@@ -1,8 +1,8 @@
 """Host code of `hopper/flash_bwd`: what its launches share, and the order in which they run.
 
-The statistics of rows come first. Then either one launch makes all gradients and another dQ from its sums
-(joint_launch.py), or one makes dK and dV and another dQ (apart_launch.py). In float32 a launch that splits operands
-computes the statistics (split_launch.py).
+The launches that read a mask or a bias come first (hidden.py), then the statistics of rows. Then either one launch
+makes all gradients and another dQ from its sums (joint_launch.py), or one makes dK and dV and another dQ
+(apart_launch.py). In float32 a launch that splits operands computes the statistics (split_launch.py).
 """
 
 from __future__ import annotations
@@ -90,10 +90,7 @@ def bind(
     shapes = _workspace_shapes(problem, config)
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     hides = problem.mask_shape is not None or problem.bias_shape is not None
-    copied = operands.bias is not None and (wanted[3] or host.bias_kind(operands.bias) == "cells")
-    keys = steps_of_dq(problem, config, operands.bias.element_size() if operands.bias is not None and copied else 0)[0]
-    of_hidden = hidden.needs(problem, config, keys) if hides else []
-    allocate_hidden = [need and maker(*need, device) for need in of_hidden]
+    allocate_hidden: list[Callable[[], torch.Tensor] | None] = []  # made in the first call
     zeroed = has_hidden_rows(problem)
     splits = group_splits(problem, config)
     q, k, v, *_ = operands
@@ -108,15 +105,20 @@ def bind(
     ) -> tuple[torch.Tensor | None, ...]:
         out, lse = map(_aligned, results)
         dout, dlse = _aligned(dout.to(out.dtype)), None if dlse is None else _aligned(dlse)
-        memory = Hidden(*(f and f() for f in allocate_hidden))
-        workspace = Workspace(*(f and f() for f in allocate_left), hidden=memory)  # type: ignore[arg-type, misc]
+        workspace = Workspace(*(f and f() for f in allocate_left))  # type: ignore[arg-type]
         dq, dk, dv = (f() for f in allocate_grads)
         tensors = Tensors(mappable(operands), out, lse, dout, dlse, workspace, dq, dk, dv)
-        if zeroed or hides:
-            torch._foreach_zero_(to_zero(problem, tensors, zeroed))
         if hides:
             tensors = with_bias(problem, tensors, wanted[3])
-            before.run(tensors, lambda: hidden.steps(problem, tensors, config, keys))
+            if not allocate_hidden:
+                keys = launches.steps_over_keys(problem, tensors, config)[0]
+                allocate_hidden[:] = [need and maker(*need, device) for need in hidden.needs(problem, config, keys)]
+            workspace = workspace._replace(hidden=Hidden(*(f and f() for f in allocate_hidden)))
+            tensors = tensors._replace(workspace=workspace)
+        for alike in to_zero(problem, tensors, zeroed) if zeroed or hides else ():
+            torch._foreach_zero_(alike)
+        if hides:
+            before.run(tensors, lambda: hidden.steps(problem, tensors, config))
             tensors = hidden.without_unseen(tensors)
         if wanted[4]:
             tensors = with_slopes(problem, tensors)
@@ -132,13 +134,17 @@ def bind(
     return run
 
 
-def to_zero(problem: AttentionProblem, tensors: Tensors, has_hidden_rows: bool) -> list[torch.Tensor]:
-    """Returns what must be zero before the launches: gradients that no block writes, flags, and the sums of dQ if no
-    block stores the first share (turns.py)."""
-    found = tensors.workspace.hidden.flags
-    if problem.mask_shape is not None and tensors.workspace.dq_sums is not None:
-        found.append(tensors.workspace.dq_sums)
-    return [*found, tensors.dq, tensors.dk, tensors.dv] if has_hidden_rows else found
+def to_zero(problem: AttentionProblem, tensors: Tensors, has_hidden_rows: bool) -> list[list[torch.Tensor]]:
+    """Returns what must be zero before the launches, in lists of one dtype, each of which torch zeroes at once: flags;
+    gradients that no block writes; and the sums of dQ, if no block stores the first share (turns.py), or if a tile may
+    lie before the first query that sees a key, because tiles begin at multiples of another length (band.band_of)."""
+    dq, dk, dv, sums = tensors.dq, tensors.dk, tensors.dv, tensors.workspace.dq_sums
+    found = [tensors.workspace.hidden.flags]
+    if sums is not None and (problem.mask_shape is not None or (problem.bias_shape is not None and has_hidden_rows)):
+        found.append([sums])
+    if has_hidden_rows:
+        found += [[dq, dk, dv]] if dk.dtype == dq.dtype else [[dq], [dk, dv]]
+    return [alike for alike in found if alike]
 
 
 def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> Tensors:

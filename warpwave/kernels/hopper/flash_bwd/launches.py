@@ -255,7 +255,7 @@ def constants_of(problem: AttentionProblem) -> dict[str, Any]:
 
 
 def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:
-    """Returns the first launch: statistics of rows, zeros for dQ's sums, and parts of the sinks' gradient."""
+    """Returns the launch of the statistics of rows, zeros for the counts of turns, and parts of the sinks' gradient."""
     tiles = query_tiles(problem, config.block_m)
     of_dlse = [0, 0, 0] if tensors.dlse is None else [*arguments.lse_strides(problem), 1]
 

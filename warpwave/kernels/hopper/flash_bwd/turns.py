@@ -12,9 +12,9 @@ Under a mask, the first block with a visible pair of a tile is not known. The su
 blocks add to them without waiting; deterministic gradients come from launches apart.
 
 Nothing waits for ever, because a block waits only for blocks of earlier keys, which running programs took before
-(`band.work_on_keys`, `scheduler.draw_in_order`). All blocks walk their queries from the last tile to the first: under a
-band, a block of later keys begins at the same tile as one of earlier keys, or at an earlier tile, so the deterministic
-order costs little time.
+(`band.work_on_keys`, `scheduler.draw_in_order`). Without a mask, all blocks walk their queries from the last tile to
+the first: under a band, a block of later keys begins at the same tile as one of earlier keys, or at an earlier tile, so
+the deterministic order costs little time.
 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """
