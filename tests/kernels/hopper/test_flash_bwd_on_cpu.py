@@ -448,11 +448,14 @@ def test_biases_on_a_cpu(name: str, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "config", "deterministic"),
-    [((40, 64), -1, True), ((40, 64), 0, False), ((128, 72), 0, False), ((64, 64), 0, True)],
+    ("name", "dims", "config", "deterministic"),
+    [
+        *((name, dims, 0, False) for name in BIASED for dims in ((40, 64), (128, 72))),
+        *((name, (64, 64), 0, True) for name in ("each score", "one for batch and heads, window")),
+        *((name, (40, 64), -1, True) for name in ("keys, causal", "queries", "one number a head", "each score")),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("name", BIASED)
 def test_a_bias_whose_gradient_is_not_wanted(
     name: str, dims: tuple[int, int], config: int, deterministic: bool
 ) -> None:
