@@ -177,7 +177,7 @@ def test_amd_has_compute_units_and_no_kernel_of_hoppers() -> None:
     assert " SM" not in text.replace("SMEM", "") and "CUs" in "\n".join(section(text, "BACKWARD   flash_bwd: what"))
 
 
-def test_a_bias_has_a_launch_of_its_own() -> None:
+def test_the_gradient_of_a_bias_adds_time() -> None:
     said = on("a100-80gb", bias_shape=(1, 16, 4096, 4096), bias_dtype="bfloat16")
     assert said.backward is not None and said.backward.prediction is not None
     assert 0 < said.backward.bias_us < said.backward.prediction.time_us

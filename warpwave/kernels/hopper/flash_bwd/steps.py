@@ -14,7 +14,6 @@ from warpwave.kernels.hopper.parts import (
     barriers,
     buffers,
     exp2,
-    first_column,
     load_tile,
     matrix,
     ring_init,
@@ -330,12 +329,12 @@ def store_pieces(
         if IS_VARLEN:
             if row + ROWS <= row_end:
                 for i in gl.static_range(len(maps)):
-                    tma_store(maps[i], [0, head, row, first_column(maps, i)], buffers[i].index(I))
+                    tma_store(maps[i], [0, head, row, columns_before(x, i)], buffers[i].index(I))
             else:
                 store_rows_of_pieces(x, ptr, strides, batch, head, row, row_end, WIDTH)
         else:
             for i in gl.static_range(len(maps)):
-                tma_store(maps[i], [batch, head, row, first_column(maps, i)], buffers[i].index(I))
+                tma_store(maps[i], [batch, head, row, columns_before(x, i)], buffers[i].index(I))
 
 
 @constexpr_function
