@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave.kernels.prepass import mask_bits
+from warpwave.kernels.prepass import mask_bits, mask_steps
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -91,16 +91,16 @@ def test_broadcast_axes_are_packed_once() -> None:
 @pytest.mark.parametrize("shape", [(2, 6, 300, 530), (1, 1, 300, 530), (2, 1, 1, 530), (1, 6, 300, 1)], ids=str)
 def test_steps_that_show_a_pair_are_listed(shape: tuple[int, ...], group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of blocks of two row blocks and steps of 64 columns; a block that sees nothing has step 0."""
-    monkeypatch.setattr(mask_bits, "CHUNK", 4)
+    monkeypatch.setattr(mask_steps, "CHUNK", 4)
     problem = replace(PROBLEM, seqlen_q=300, seqlen_k=530, num_heads_q=6, num_heads_kv=6 // group, mask_shape=shape)
     cells = torch.rand(*shape[:2], -(-shape[2] // 64), -(-shape[3] // 128), generator=torch.Generator().manual_seed(1))
     shown = (cells < 0.4).repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, : shape[2], : shape[3]].to(DEVICE)
     p = mask_bits.packed(problem)
     words = torch.full((p.size,), 77, dtype=torch.int32, device=DEVICE)
     launch.bind(mask_bits.specify(problem, shown, words))(shown, words)
-    of = mask_bits.Lists(p, 2, 2, 2 * p.tiles - 1, group)
+    of = mask_steps.Lists(p, 2, 2, 2 * p.tiles - 1, group)
     lists = torch.full(of.shape, -1, dtype=torch.int32, device=DEVICE)
-    launch.bind(mask_bits.specify_lists(of, words, lists))(words, lists)
+    launch.bind(mask_steps.specify(of, words, lists))(words, lists)
     flags = words[p.flags_begin :].view(p.batch, p.heads, p.row_blocks, p.tiles).ne(0)
     for b in range(of.shape[0]):
         for head in range(of.shape[1]):

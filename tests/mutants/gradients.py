@@ -223,6 +223,7 @@ OF_DROPOUT = [
 ]  # fmt: skip
 
 # Of Hopper's gradients, whose source runs on a CPU as well. Roles agree about the tiles in all of them: see HOPPER.
+JOINT_STEPS = "kernels/hopper/flash_bwd/joint_steps.py"
 JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
     f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
 )
@@ -237,7 +238,7 @@ DROPPED_BY_FORWARD = "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_forwa
 DROPPED_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_dropout_on_a_cpu"
 OF_HOPPER_DROPOUT = [
     Mutant(
-        "hopper dropout: the second half of a tile drops as the first", "kernels/hopper/flash_bwd/joint.py",
+        "hopper dropout: the second half of a tile drops as the first", "kernels/hopper/flash_bwd/joint_steps.py",
         "p1 = signed(p1, row_first + HALF, key_first, True, rules)",
         "p1 = signed(p1, row_first, key_first, True, rules)",
         DROPPED_ON_CPU, "causal and not 40 and not 128", "FAIL B1 maximum of dv",
@@ -322,7 +323,7 @@ HOPPER_BACKWARD = [
         BACKWARD_ON_CPU, "causal and 128", "waits for a block that was not taken before",
     ),
     Mutant(
-        "gradients on Hopper: dq into the other group's buffer", JOINT,
+        "gradients on Hopper: dq into the other group's buffer", JOINT_STEPS,
         "tiles.dq.index(GROUP).store(x)", "tiles.dq.index(1 - GROUP).store(x)",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dq",
     ),
@@ -343,17 +344,17 @@ HOPPER_BACKWARD = [
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(
-        "gradients on Hopper: second half of a tile with the first's log-sum-exp", JOINT,
+        "gradients on Hopper: second half of a tile with the first's log-sum-exp", JOINT_STEPS,
         "(tiles.queries, n, HALF, HALF, across)", "(tiles.queries, n, 0 * HALF, HALF, across)",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(
-        "gradients on Hopper: second half of a tile with the first's band", JOINT,
+        "gradients on Hopper: second half of a tile with the first's band", JOINT_STEPS,
         "lse1[None, :], band, row_first + HALF,", "lse1[None, :], band, row_first,",
         BACKWARD_ON_CPU, "causal and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(
-        "gradients on Hopper: softcap's derivative left out", JOINT,
+        "gradients on Hopper: softcap's derivative left out", JOINT_STEPS,
         "ds = ds * cap", "ds = ds * 1.0",
         BACKWARD_ON_CPU, "window and 128", "FAIL B1 maximum of dk",
     ),
@@ -441,7 +442,7 @@ HOPPER_BACKWARD = [
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_behind_a_bias_goes_nowhere", "", "FAIL",
     ),
     Mutant(
-        "mask on Hopper: last step of each block lost", "kernels/prepass/mask_bits.py",
+        "mask on Hopper: last step of each block lost", "kernels/prepass/mask_steps.py",
         "tl.store(lists_ptr, tl.maximum(count, 1))", "tl.store(lists_ptr, tl.maximum(count - 1, 1))",
         MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
     ),
@@ -452,7 +453,7 @@ HOPPER_BACKWARD = [
         "isfinite",
     ),
     Mutant(
-        "mask on Hopper: the second half of a tile sees as the first", "kernels/hopper/flash_bwd/joint.py",
+        "mask on Hopper: the second half of a tile sees as the first", "kernels/hopper/flash_bwd/joint_steps.py",
         "half = words >> (HALF // 4)", "half = words >> 0",
         MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
     ),
@@ -462,7 +463,7 @@ HOPPER_BACKWARD = [
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_a_bias_whose_gradient_is_not_wanted", "from and 128", "FAIL",
     ),
     Mutant(
-        "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_bits.py",
+        "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_steps.py",
         "shown = (shown != 0).to(tl.int32)", "shown = ((shown >= 0) & (step < steps)).to(tl.int32)",
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
     ),

@@ -44,6 +44,7 @@ def on_cpu(
         dkv,
         dq,
         joint,
+        joint_steps,
         producer,
         split_dkv,
         split_dq,
@@ -75,7 +76,7 @@ def on_cpu(
     for step in flash_bwd.specify(problem, H200, tensors, of):
         if step.plans:
             modules = (
-                *(band, bias, dkv, dq, joint, parts, producer, rows, scheduler, steps, turns, words),
+                *(band, bias, dkv, dq, joint, joint_steps, parts, producer, rows, scheduler, steps, turns, words),
                 *(softmax, split_dkv, split_dq, split_float32, split_steps),
             )
             gluon_on_cpu.run_launch(step.launch, modules, 2, {"meet": lambda: threading.Barrier(2).wait})

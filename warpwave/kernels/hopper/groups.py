@@ -129,7 +129,7 @@ class Mask(NamedTuple):
 
     Attributes:
         words_ptr: its words, with strides of batch, head, tile of columns and row.
-        walks_ptr: lists of the steps of a block that show a pair (prepass/mask_bits.list_steps_kernel), with strides of
+        walks_ptr: lists of the steps of a block that show a pair (prepass/mask_steps.py), with strides of
             batch, head and block.
     """
 

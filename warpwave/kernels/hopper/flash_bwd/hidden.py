@@ -9,7 +9,7 @@ import torch
 
 from warpwave.kernels.hopper.flash_bwd.config import Config
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors, query_tiles, steps_over_keys
-from warpwave.kernels.prepass import bias_seen, mask_bits, zero_unseen
+from warpwave.kernels.prepass import bias_seen, mask_bits, mask_steps, zero_unseen
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.scratch import Need
 
@@ -53,7 +53,7 @@ def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[S
             found.append(Step(mask_bits.specify(problem, mask, words, tuple(flags) or None), given))
         for transposed, of in lists.items():
             given = partial(_words_and_walks, transposed=transposed)
-            found.append(Step(mask_bits.specify_lists(of, *given(tensors)), given))
+            found.append(Step(mask_steps.specify(of, *given(tensors)), given))
     group = problem.num_heads_q // problem.num_heads_kv
     for given, heads in ((_queries, 1), (_keys, group)):
         first, second, *copies, of_mask, of_bias_ = given(tensors)
@@ -69,18 +69,18 @@ def without_unseen(tensors: Tensors) -> Tensors:
     return tensors._replace(operands=operands, dout=hidden.dout)
 
 
-def _lists(problem: AttentionProblem, config: Config, keys: int) -> dict[bool, mask_bits.Lists]:
+def _lists(problem: AttentionProblem, config: Config, keys: int) -> dict[bool, mask_steps.Lists]:
     """Returns the lists of steps by whether the mask is transposed: those of blocks of keys, over tiles of queries of
     all heads of a group; and in launches apart those of blocks of queries, over tiles of `keys` keys."""
     group, tile = problem.num_heads_q // problem.num_heads_kv, mask_bits.TILE_KEYS
     of_keys = mask_bits.packed(problem, transposed=True)
     steps_of_head = query_tiles(problem, config.block_m)
     row_blocks = config.block_n // mask_bits.BLOCK_ROWS
-    found = {True: mask_bits.Lists(of_keys, row_blocks, tile // config.block_m, steps_of_head, group)}
+    found = {True: mask_steps.Lists(of_keys, row_blocks, tile // config.block_m, steps_of_head, group)}
     if not config.is_joint:
         of_queries = mask_bits.packed(problem)
         row_blocks, repeat = tile // mask_bits.BLOCK_ROWS, tile // keys
-        found[False] = mask_bits.Lists(of_queries, row_blocks, repeat, of_queries.tiles * repeat)
+        found[False] = mask_steps.Lists(of_queries, row_blocks, repeat, of_queries.tiles * repeat)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.flash_bwd import joint, launches, rows
+from warpwave.kernels.hopper.flash_bwd import joint, joint_steps, launches, rows
 from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks, width
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import AttentionProblem
@@ -37,13 +37,13 @@ def _plans(
         plans.append(MapPlan(source, shape, strides, block))
     plans += [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
     sums = sources[6]
-    lines = config.block_m * width(problem) // 2 // joint.LINE.value
+    lines = config.block_m * width(problem) // 2 // joint_steps.LINE.value
     plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
     of_bias = host.bias_plan(7, sources[7], (config.block_m, config.block_n)) if has_bias else None
     stored: list[MapPlan | None] = []
     for source in range(7 + has_bias, len(sources)):
         shape, strides = host.seen(sources[source], problem.packed, host.keys_end(problem))
-        stored.append(MapPlan(source, shape, strides, (1, 1, joint.GROUP_KEYS.value, joint.COLUMNS.value)))
+        stored.append(MapPlan(source, shape, strides, (1, 1, joint_steps.GROUP_KEYS.value, joint.COLUMNS.value)))
     return [*plans, *(stored or [None, None]), of_bias]
 
 

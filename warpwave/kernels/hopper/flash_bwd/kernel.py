@@ -14,7 +14,7 @@ import torch
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.flash_bwd import apart_launch, hidden, joint, joint_launch, launches, split_launch
+from warpwave.kernels.hopper.flash_bwd import apart_launch, hidden, joint_launch, joint_steps, launches, split_launch
 from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     config_of_bias,
@@ -58,7 +58,7 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     """Returns the shapes of the workspace's tensors, None for absent ones."""
     tiles, heads = launches.query_tiles(problem, config.block_m), launches.heads_of(problem)
     statistics = (heads, tiles * config.block_m)
-    line = joint.LINE.value
+    line = joint_steps.LINE.value
     lines = (heads * tiles * config.block_m * width(problem) // line, line) if config.is_joint else None
     turns = (heads, tiles) if config.is_joint else None
     of_sinks = (heads, tiles) if problem.has_sinks else None

@@ -169,7 +169,7 @@ def finish_dq_kernel(
     ALIGN: tl.constexpr,
 ):
     """Computes dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in
-    registers (joint.put_dq), times the scale, rounded once."""
+    registers (joint_steps.put_dq), times the scale, rounded once."""
     place = tl.program_id(0) % num_tiles
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
