@@ -23,7 +23,8 @@ NARROW = 64
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
 # What more splits must gain at least, because each has a dK and a dV to write and to add: a share of the time, and
-# steps of a block, of 1 to 2 us each. The steps spare short calls two additions by torch; neither number was varied.
+# steps of a block, of 1 to 2 us each. The steps spare short calls two sums and their rounding by torch. Neither number
+# was varied.
 SPLIT_GAIN, LEAST_STEPS = 1.05, 16
 
 
