@@ -84,10 +84,8 @@ def on_cpu(
             launch.bind(step.launch)(*step.launch.tensors)
     of_sinks = workspace.of_sinks
     dsinks = None if of_sinks is None else of_sinks.view(-1, problem.num_heads_q, of_sinks.shape[1]).sum((0, 2))
-    of_q, *of_keys = grads
-    of_k, of_v = (kernel.sum_of_splits(problem, grad) for grad in of_keys)
     of_bias, of_slopes = kernel.bias_gradient(problem, tensors), kernel.slope_gradient(problem, tensors)
-    return Gradients(of_q, of_k, of_v, of_bias, of_slopes, dsinks)
+    return Gradients(tensors.dq, tensors.dk, tensors.dv, of_bias, of_slopes, dsinks)
 
 
 SHORT = replace(PLAIN, lengths=(150, 330), heads=(2, 1), lse=True)

@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
-from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks
+from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
@@ -45,18 +45,18 @@ def _plans(
 
 
 def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    kind, is_divided = launches.bias_kind(tensors), group_splits(problem, config) > 1
+    kind, is_divided = launches.bias_kind(tensors), tensors.workspace.dk_splits is not None
 
     def mapped(t: Tensors) -> tuple[Any, ...]:
         of_bias = (t.operands.bias,) if kind == "cells" else ()
-        stored = () if is_divided else (t.dk, t.dv)
+        stored = () if is_divided else t.of_keys
         return (*t.operands[:3], t.dout, t.workspace.lse_log2, t.workspace.delta, *of_bias, *stored)
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         bias = None if kind == "cells" else t.operands.bias
         hidden = t.workspace.hidden
         of_scores = (hidden.words_transposed, hidden.walks_transposed, bias)
-        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, *of_scores, t.operands.dropout_seed
+        return *t.of_keys, t.operands.alibi_slopes, *t.offsets, *of_scores, t.operands.dropout_seed
 
     sources = mapped(tensors)
     read = _plans(problem, sources[:4], of_keys=(1, 2), steps=(0, 3), step=config.block_m)

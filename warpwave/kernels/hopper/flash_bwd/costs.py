@@ -70,12 +70,9 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     if splits == 1:
         return problem, 0, ()
     divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
-    size, numbers = DTYPE_BYTES[problem.dtype], (problem.head_dim + problem.head_dim_v) * keys_of(problem)
-    read, added = 4 * splits * numbers, 4 * numbers  # float32, as their sums, which are rounded apart
-    rounds = size < 4
-    of_sums = Cost(0, 0, 0, read, added, first_bytes=read + added, launches=2)
-    of_rounding = Cost(0, 0, 0, added, size * numbers, first_bytes=added + size * numbers, launches=2)
-    return divided, read + added * rounds, (of_sums, of_rounding) if rounds else (of_sums,)
+    numbers = (problem.head_dim + problem.head_dim_v) * keys_of(problem)
+    read, added = 4 * splits * numbers, DTYPE_BYTES[problem.dtype] * numbers
+    return divided, read, (Cost(0, 0, 0, read, added, first_bytes=read + added),)
 
 
 def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

@@ -11,7 +11,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, joint_steps, launches, rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks, width
+from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks, width
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
@@ -48,11 +48,11 @@ def _plans(
 
 
 def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    kind, is_divided = launches.bias_kind(tensors), group_splits(problem, config) > 1
+    kind, is_divided = launches.bias_kind(tensors), tensors.workspace.dk_splits is not None
 
     def mapped(t: Tensors) -> tuple[Any, ...]:
         of_bias = (t.operands.bias,) if kind == "cells" else ()
-        stored = () if is_divided else (t.dk, t.dv)
+        stored = () if is_divided else t.of_keys
         work = t.workspace
         return *t.operands[:3], t.dout, work.lse_log2, work.delta, work.dq_sums, *of_bias, *stored
 
@@ -60,7 +60,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
         work, hidden = t.workspace, t.workspace.hidden
         of_call = t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed
         of_scores = hidden.words_transposed, hidden.walks_transposed, None if kind == "cells" else t.operands.bias
-        return t.dk, t.dv, *of_call, *of_scores, work.turns
+        return *t.of_keys, *of_call, *of_scores, work.turns
 
     sources = mapped(tensors)
     plans = _plans(problem, config, sources, kind == "cells")

@@ -63,13 +63,18 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     turns = (heads, tiles) if config.is_joint else None
     of_sinks = (heads, tiles) if problem.has_sinks else None
     of_parts = split_launch.workspace_shapes(problem) if problem.dtype == "float32" else [None] * 8
-    return [statistics, statistics, lines, turns, of_sinks, *of_parts]
+    splits = group_splits(problem, config)
+    of_splits: list[tuple[int, ...] | None] = [None, None]
+    if splits > 1:
+        lead = (problem.total_k,) if problem.packed else (problem.batch, problem.seqlen_k)
+        of_splits = [(*lead, splits * problem.num_heads_kv, d) for d in (problem.head_dim, problem.head_dim_v)]
+    return [statistics, statistics, lines, turns, of_sinks, *of_parts, *of_splits]
 
 
 # By what is in Workspace.
 _DTYPES = (
     *(*(torch.float32,) * 3, torch.int32, torch.float32),
-    *(*(torch.float16,) * 4, *(torch.float32,) * 4),
+    *(*(torch.float16,) * 4, *(torch.float32,) * 6),
 )
 
 
@@ -92,12 +97,7 @@ def bind(
     hides = problem.mask_shape is not None or problem.bias_shape is not None
     allocate_hidden: list[Callable[[], torch.Tensor] | None] = []  # made in the first call
     zeroed = has_hidden_rows(problem)
-    splits = group_splits(problem, config)
-    q, k, v, *_ = operands
-    shapes_of = (q.shape, *((*t.shape[:-2], t.shape[-2] * splits, t.shape[-1]) for t in (k, v)))
-    of_splits = q.dtype if splits == 1 else torch.float32
-    dtypes = (q.dtype, of_splits, of_splits)
-    allocate_grads = [maker(tuple(s), dtype, q.device) for s, dtype in zip(shapes_of, dtypes, strict=True)]
+    allocate_grads = [maker(tuple(t.shape), t.dtype, device) for t in operands[:3]]
     before, plain, with_dlse = _Bound(), _Bound(), _Bound()
 
     def run(
@@ -127,8 +127,7 @@ def bind(
         dsinks = None
         if wanted[5] and workspace.of_sinks is not None:
             dsinks = workspace.of_sinks.view(-1, problem.num_heads_q, workspace.of_sinks.shape[1]).sum((0, 2))
-        of_keys = (sum_of_splits(problem, g) if want else None for g, want in zip((dk, dv), wanted[1:3], strict=True))
-        found = (dq, *of_keys, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
+        found = (dq, dk, dv, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
     return run
@@ -138,12 +137,12 @@ def to_zero(problem: AttentionProblem, tensors: Tensors, has_hidden_rows: bool) 
     """Returns what must be zero before the launches, in lists of one dtype, each of which torch zeroes at once: flags;
     gradients that no block writes; and the sums of dQ, if no block stores the first share (turns.py), or if a tile may
     lie before the first query that sees a key, because tiles begin at multiples of another length (band.band_of)."""
-    dq, dk, dv, sums = tensors.dq, tensors.dk, tensors.dv, tensors.workspace.dq_sums
+    dq, of_keys, sums = tensors.dq, list(tensors.of_keys), tensors.workspace.dq_sums
     found = [tensors.workspace.hidden.flags]
     if sums is not None and (problem.mask_shape is not None or (problem.bias_shape is not None and has_hidden_rows)):
         found.append([sums])
     if has_hidden_rows:
-        found += [[dq, dk, dv]] if dk.dtype == dq.dtype else [[dq], [dk, dv]]
+        found += [[dq, *of_keys]] if of_keys[0].dtype == dq.dtype else [[dq], of_keys]
     return [alike for alike in found if alike]
 
 
@@ -162,15 +161,6 @@ def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> T
     if is_wanted or host.bias_kind(bias) == "cells":
         bias = host.mappable_bias(bias)
     return tensors._replace(operands=tensors.operands._replace(bias=bias), dbias=dbias)
-
-
-def sum_of_splits(problem: AttentionProblem, gradient: torch.Tensor) -> torch.Tensor:
-    """Returns dK or dV of the kv heads, from those of their splits (`config.group_splits`), which are float32: a
-    rounding of each split would make the error up to 1.4 times as large."""
-    heads = problem.num_heads_kv
-    if gradient.shape[-2] == heads:
-        return gradient
-    return gradient.unflatten(-2, (heads, -1)).sum(-2).to(getattr(torch, problem.dtype))
 
 
 def bias_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:
@@ -227,10 +217,11 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def specify(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled."""
+    sums = launches.sums_of_splits(problem, tensors)
     if problem.dtype == "float32":
-        return split_launch.steps(problem, gpu, tensors, config)
+        return [*split_launch.steps(problem, gpu, tensors, config), *sums]
     of = joint_launch if config.is_joint else apart_launch
-    return [launches.statistics(problem, tensors, config), *of.steps(problem, gpu, tensors, config)]
+    return [launches.statistics(problem, tensors, config), *of.steps(problem, gpu, tensors, config), *sums]
 
 
 def example(problem: AttentionProblem, config: Config, device: Any) -> tuple[Workspace, tuple[torch.Tensor, ...]]:
@@ -247,12 +238,9 @@ def example(problem: AttentionProblem, config: Config, device: Any) -> tuple[Wor
     lead = ((problem.total_q,), (problem.total_k,)) if problem.packed else (
         (problem.batch, problem.seqlen_q), (problem.batch, problem.seqlen_k)
     )  # fmt: skip
-    heads = problem.num_heads_kv * group_splits(problem, config)
     shapes_of = (
         (*lead[0], problem.num_heads_q, problem.head_dim),
-        (*lead[1], heads, problem.head_dim),
-        (*lead[1], heads, problem.head_dim_v),
+        (*lead[1], problem.num_heads_kv, problem.head_dim),
+        (*lead[1], problem.num_heads_kv, problem.head_dim_v),
     )
-    of_splits = dtype if heads == problem.num_heads_kv else torch.float32
-    dtypes = (dtype, of_splits, of_splits)
-    return workspace, tuple(torch.empty(s, dtype=t, device=device) for s, t in zip(shapes_of, dtypes, strict=True))
+    return workspace, tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes_of)

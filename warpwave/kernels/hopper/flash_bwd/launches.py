@@ -10,7 +10,7 @@ import torch
 from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.dropout import PERIOD
-from warpwave.kernels.hopper.flash_bwd import rows
+from warpwave.kernels.hopper.flash_bwd import rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks, steps_of_dq
 from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Operands
@@ -64,6 +64,8 @@ class Workspace(NamedTuple):
     units: torch.Tensor | None
     centers: torch.Tensor | None
     maxima: torch.Tensor | None
+    dk_splits: torch.Tensor | None  # of each split of a group, float32, where there are several (config.group_splits)
+    dv_splits: torch.Tensor | None
     hidden: Hidden = Hidden()
 
 
@@ -86,6 +88,12 @@ class Tensors(NamedTuple):
     def offsets(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Returns the offsets of packed sequences."""
         return self.operands.cu_seqlens_q, self.operands.cu_seqlens_k
+
+    @property
+    def of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what blocks of keys write: dK and dV, or those of each split of a group."""
+        splits = self.workspace.dk_splits, self.workspace.dv_splits
+        return (self.dk, self.dv) if splits[0] is None or splits[1] is None else splits  # type: ignore[return-value]
 
 
 class Step(NamedTuple):
@@ -175,10 +183,11 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     # 1.20 to 1.42 times as fast in the joint launch (2026-11-25-h100-descriptors.json); not timed in the launch apart.
     bytes_of_head = max(1, problem.seqlen_q * bytes_of_row)
     scale, softcap_log2 = host.score_units(problem)
+    dk, dv = tensors.of_keys
     return [
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
-        *head_strides(problem, tensors.dk),
-        *head_strides(problem, tensors.dv),
+        *head_strides(problem, dk),
+        *head_strides(problem, dv),
         scheduled_blocks(problem, config),
         problem.num_heads_q,
         heads,
@@ -291,3 +300,30 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
         ),
         given,
     )
+
+
+def sums_of_splits(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
+    """Returns the launch that adds up dK and dV of the splits of a group; none without splits."""
+    work, block = tensors.workspace, 32
+    if work.dk_splits is None:
+        return []
+    rows = tensors.dk.numel() // problem.head_dim
+
+    def given(t: Tensors) -> tuple[Any, ...]:
+        return *t.of_keys, t.dk, t.dv
+
+    of = launch.Launch(
+        kernel=sum_splits.sum_splits_kernel,
+        grid=2 * -(-rows // block),
+        tensors=given(tensors),
+        scalars=[rows, work.dk_splits.numel() // tensors.dk.numel()],
+        constants={
+            "ROWS": block,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "WIDTH": arguments.padded(problem.head_dim),
+            "WIDTH_V": arguments.padded(problem.head_dim_v),
+        },
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
+    )
+    return [Step(of, given)]

@@ -138,7 +138,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         return *_sources(t), t.workspace.lse_log2, t.workspace.delta
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return t.dk, t.dv, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed, t.workspace.units
+        return *t.of_keys, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed, t.workspace.units
 
     sources = mapped(tensors)
     of_rows = [launches.statistic_plan(source, sources[source], GROUP_ROWS) for source in (4, 5)]
