@@ -272,7 +272,8 @@ def _by_few_warps(config: Config, call: Call) -> Config:
 
 def _by_map(config: Config, call: Call) -> Config:
     kind = call.kind
-    stages = 3 if kind.block_n * kind.wide > 64 * 256 else 4
+    # Two blocks of three stages fit an SM where one of four does.
+    stages = 3 if kind.block_n * kind.wide >= 64 * 256 else 4
     return changed(config, block_n=kind.block_n, num_stages=stages, by_map=True)
 
 

@@ -31,8 +31,8 @@ FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
 FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
 KEYS = (256, 1024)  # of a prompt: the fewest and the most at which splitting was measured to be faster
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
-# Fewest splits with which prefill gains: with fewer, tiles of queries alone nearly fill the GPU. In float32 smaller
-# tiles lose more against a kernel that makes parts ahead; measured with 16.
+# Fewest splits with which prefill gains, each with an SM of its own: with fewer, tiles of queries alone nearly fill the
+# GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
 FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
 
 
@@ -41,6 +41,10 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
     Measured in CUDA graphs on an H200 (2026-11-21): decode is 2.0 to 7.6 times as fast as with hopper/flash_fwd; one
     head of 512 queries and keys in 8 splits is 1.41 times as fast as with flash_fwd, of 256 in 4 splits 1.07.
+
+    Of 44 calls with 4 splits or more of 256 to 1,024 keys, those with at most 33 tiles of rows, a quarter of the SMs,
+    were 1.35 times as fast as with hopper/flash_fwd in the geometric mean (0.77 to 2.57), and those with more 0.57 times
+    (0.24 to 1.08; 2026-11-26-h100-splits-of-prompts.log).
 
     Prompts of 128 and 64 keys, and 32 heads of 128, head_dim 64, are not worth splitting; they were 1.30, 1.18 and 1.15
     times as fast (a day later), because one step covers all keys and launches start before the preceding ones end;
@@ -63,11 +67,13 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     if problem.seqlen_k < KEYS[0]:
         return [] if _between(problem, gpu, config) else outside
-    shares = config.num_splits
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
+    tiles, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
+    shares = min(config.num_splits, sms // tiles)
     if shares >= fewest:
         return []
-    return [f"{asked} would give num_splits = {shares}; splitting is faster from num_splits = {fewest} on"]
+    given = f"num_splits = {config.num_splits} of {tiles} tiles of rows on {sms} SMs"
+    return [f"{asked} would give {given}; splitting is faster from {fewest} splits on, each with an SM of its own"]
 
 
 def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:

@@ -29,7 +29,16 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     tile_at,
 )
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall
-from warpwave.kernels.hopper.flash_bwd.joint_steps import ADDERS, GROUP_KEYS, GROUPS, ds_part, step
+from warpwave.kernels.hopper.flash_bwd.joint_steps import (
+    ADDERS,
+    COLUMNS,
+    GROUP_KEYS,
+    GROUPS,
+    ds_part,
+    no_gradient,
+    pieces_of,
+    step,
+)
 from warpwave.kernels.hopper.flash_bwd.producer import producer
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
@@ -43,8 +52,9 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     row_of,
     slope_of,
     step_of,
-    store_rows,
+    store_rows_of_pieces,
     stream_of,
+    times,
     walk_of,
     zero_keys_before,
     zero_tail,
@@ -57,7 +67,6 @@ from warpwave.kernels.hopper.parts import (
     halves_of,
     matrix,
     present,
-    zero_accumulator,
 )
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
@@ -71,7 +80,6 @@ from warpwave.runtime.gluon_or_stub import (
     with_fields,
 )
 
-COLUMNS = gl.constexpr(64)  # of dK and dV that one copy stores: as wide as a swizzle
 READERS = gl.constexpr(4)  # of a message: two consumers and the warps that add dQ
 
 
@@ -89,6 +97,7 @@ class Tiles:
         dq: each group's share of a tile's dQ, [2, lines, LINE] float32. `dq_full` has a barrier for each adding warp
             and group, `dq_empty` one for each group.
         box: the producer's messages.
+        pieces, pieces_v: the columns that products with K and Q, and with V and dO, cover (`pieces_of`).
     """
 
     keys: gl.tuple
@@ -103,6 +112,8 @@ class Tiles:
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     box: scheduler.Mailbox
+    pieces: gl.constexpr
+    pieces_v: gl.constexpr
 
 
 # The warps that add dQ ------------------------------------------------------------------------------------------------
@@ -169,35 +180,36 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
 def store_result(
     x, maps, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
 ):  # fmt: skip
-    """Stores dK or dV of a group's 64 keys: by TMA through parts of dS, or row by row, as `steps.store_pieces`."""
+    """Stores dK or dV of a group's 64 keys, a tuple of pieces: by TMA through parts of dS, or row by row, as
+    `steps.store_pieces`."""
     band = band_of(work, rules)
     key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
     key_end = work.k_begin + band.k_end
-    stride_b, stride_h, stride_n = strides
     batch = work.batch
     if rules.IS_VARLEN:
         batch = gl.to_tensor(0)
     if is_of_split(ptr, tiles.keys):
-        store_rows(x, ptr, stride_b, stride_h, stride_n, batch, work.head, key, key_end, WIDTH)
+        store_rows_of_pieces(x, ptr, strides, batch, work.head, key, key_end, WIDTH)
     elif rules.IS_VARLEN:
         if key + GROUP_KEYS <= key_end:
             store_by_map(x, maps[0], tiles, 0, work.head, key, GROUP, rules)
         else:
-            store_rows(x, ptr, stride_b, stride_h, stride_n, batch, work.head, key, key_end, WIDTH)
+            store_rows_of_pieces(x, ptr, strides, batch, work.head, key, key_end, WIDTH)
     else:
         store_by_map(x, maps[0], tiles, work.batch, work.head, key, GROUP, rules)
 
 
 @jit
 def store_by_map(x, result_map, tiles, batch, head, key, GROUP: gl.constexpr, rules):
-    """Stores 64 rows by TMA, which stops at the tensor's end."""
-    if x.shape[1] == COLUMNS:
-        parts = (x,)
+    """Stores 64 rows by TMA, which stops at the tensor's end: what a narrow piece leaves of a part is not stored."""
+    if x[0].shape[1] == COLUMNS:
+        parts = x
     else:
-        parts = halves_of(x)
+        parts = halves_of(x[0])
     tma.store_wait(0)  # the compiler's barrier before the next store to the buffer informs the other warps
     for i in gl.static_range(len(parts)):
-        matrix(ds_part(tiles, i, GROUP, 0, rules)).store(parts[i].to(result_map.dtype))
+        part = matrix(ds_part(tiles, i, GROUP, 0, rules)).slice(0, parts[i].shape[1], dim=1)
+        part.store(parts[i].to(result_map.dtype))
     fence_async_shared()
     for i in gl.static_range(len(parts)):
         tma_store(result_map, [batch, head, key, i * COLUMNS], ds_part(tiles, i, GROUP, 0, rules))
@@ -301,15 +313,14 @@ def consumer(
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of the GROUP-th 64 keys of each block, and its share of dQ."""
-    WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
     dropout_key = key_of(rules.dropout)
     n = 0  # tiles of queries processed so far
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
-        dk = zero_accumulator(WIDTH)
-        dv = zero_accumulator(WIDTH)
+        dk = no_gradient(tiles.pieces)
+        dv = no_gradient(tiles.pieces_v)
         mbarrier.wait(tiles.full.index(0), messages & 1)
         if rules.IS_VARLEN:
             zero_keys_behind(tiles, work, rules)
@@ -327,10 +338,10 @@ def consumer(
         scheduler.discard(tiles.box, messages)
         meet()  # the other group's last dQ has read what these results overwrite
         if has_dropout(rules.dropout):
-            dv = dv * rules.dropout.scale
+            dv = times(dv, rules.dropout.scale)
         strides = (results.stride_dv_b, results.stride_dv_h, results.stride_dv_n)
         store_result(dv, results.dv_maps, results.dv_ptr, strides, tiles, work, GROUP, HEAD_DIM_V, rules)
-        dk = dk * rules.softmax_scale
+        dk = times(dk, rules.softmax_scale)
         strides = (results.stride_dk_b, results.stride_dk_h, results.stride_dk_n)
         store_result(dk, results.dk_maps, results.dk_ptr, strides, tiles, work, GROUP, HEAD_DIM, rules)
         messages += 1
@@ -407,6 +418,8 @@ def joint_kernel(
         barriers(ADDERS * GROUPS),
         barriers(GROUPS),
         box,
+        pieces_of(HEAD_DIM, q_map.block_type.shape[3]),
+        pieces_of(HEAD_DIM_V, q_map.block_type.shape[3]),
     )
     mbarrier.init(tiles.full.index(0), count=1)
     mbarrier.init(tiles.empty.index(0), count=GROUPS)

@@ -43,7 +43,7 @@ def _plans(
     stored: list[MapPlan | None] = []
     for source in range(7 + has_bias, len(sources)):
         shape, strides = host.seen(sources[source], problem.packed, host.keys_end(problem))
-        stored.append(MapPlan(source, shape, strides, (1, 1, joint_steps.GROUP_KEYS.value, joint.COLUMNS.value)))
+        stored.append(MapPlan(source, shape, strides, (1, 1, joint_steps.GROUP_KEYS.value, joint_steps.COLUMNS.value)))
     return [*plans, *(stored or [None, None]), of_bias]
 
 

@@ -20,9 +20,11 @@ from warpwave.kernels.hopper.parts import (
     halves_of,
     matrix,
     unseen_zero,
+    wait_for,
     zero_accumulator,
 )
 from warpwave.runtime.gluon_or_stub import (
+    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -33,6 +35,7 @@ from warpwave.runtime.gluon_or_stub import (
 
 GROUPS = gl.constexpr(2)
 GROUP_KEYS = gl.constexpr(64)
+COLUMNS = gl.constexpr(64)  # as wide as a swizzle; of dK and dV, what one copy stores
 LINE = gl.constexpr(128)  # float32 of a line of dQ's sums
 ADDERS = gl.constexpr(2)  # warps that add dQ: a tile takes one longer than the consumers take for a tile
 
@@ -88,6 +91,45 @@ def bias_of_group(
     return bias
 
 
+@constexpr_function
+def pieces_of(dim, width):
+    """Returns the pieces of columns that products of rows of head size `dim` cover in tiles of `width` columns. Where a
+    quarter or more of 128 columns are padding, they are left out."""
+    if dim > 96 or width < 128:
+        return (width,)
+    return (64, 32) if dim > 64 else (64,)
+
+
+@jit
+def no_gradient(PIECES: gl.constexpr):
+    """Returns dK or dV of 64 keys before the first tile, a tuple of pieces."""
+    zeros = ()
+    for i in gl.static_range(len(PIECES)):
+        zeros = zeros + (zero_accumulator(PIECES[i]),)
+    return zeros
+
+
+@jit
+def scores_over(keys, rows, zero, PIECES: gl.constexpr):
+    """Starts the product of keys with rows of Q or dO."""
+    x = zero
+    for i in gl.static_range(len(PIECES)):
+        of_keys = keys.slice(COLUMNS * i, PIECES[i], dim=1)
+        of_rows = rows.slice(COLUMNS * i, PIECES[i], dim=1)
+        x = warpgroup_mma(of_keys, of_rows.permute((1, 0)), x, use_acc=i > 0, is_async=True)
+    return x
+
+
+@jit
+def add_product(x, rows, sums, dtype: gl.constexpr, PIECES: gl.constexpr):
+    """Starts the product of x, [64 keys, queries], with rows of Q or dO, which is added to dK or dV."""
+    found = ()
+    for i in gl.static_range(len(PIECES)):
+        of_rows = rows.slice(COLUMNS * i, PIECES[i], dim=1)
+        found = found + (warpgroup_mma(as_operand(x, dtype, PIECES[i]), of_rows, sums[i], is_async=True),)
+    return found
+
+
 @jit
 def as_operand(x, dtype: gl.constexpr, WIDTH: gl.constexpr):
     """Returns x, [64, queries], as the register operand of a product with an accumulator of WIDTH columns."""
@@ -125,13 +167,13 @@ def wide_step(
     zero_queries_before(tiles.queries, n, row_first, band, rules)
     q = rows_of(tiles.queries, n)
     zero = zero_accumulator(BLOCK_M)
-    s = warpgroup_mma(own_keys, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = scores_over(own_keys, q, zero, tiles.pieces)
     lse = statistics_of(tiles.queries, n, 0, BLOCK_M, across)
     wait_rows(tiles.dout, n, rows_used, BLOCK_M, rules.IS_VARLEN, is_cut)
     zero_queries_before(tiles.dout, n, row_first, band, rules)
     do = rows_of(tiles.dout, n)
-    dp = warpgroup_mma(own_values, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    x = warpgroup_mma_wait(1, deps=[s])
+    dp = scores_over(own_values, do, zero, tiles.pieces_v)
+    x = warpgroup_mma_wait(len(dv), deps=[s])
     bias = bias_of_group(tiles, n, work, head, row_first, key_first, GROUP, 0, BLOCK_M, rules)
     p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, bias, True, is_cut, rules)
     p = signed(p, row_first, key_first, True, rules)
@@ -140,17 +182,17 @@ def wide_step(
     ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).store(ds)
     # The tensor cores multiply dV while dS is stored and the groups meet.
-    dv_next = warpgroup_mma(as_operand(kept(p, rules), dtype, WIDTH), do, dv, is_async=True)
+    dv_next = add_product(kept(p, rules), do, dv, dtype, tiles.pieces_v)
     fence_async_shared()
     meet()
     half = keys.slice(GROUP * (WIDTH // 2), WIDTH // 2, dim=1)
     dq = dq_async(zero_accumulator(WIDTH // 2), half, tiles, n, 0, rules)
-    dk_next = warpgroup_mma(as_operand(ds, dtype, WIDTH), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(3, deps=[dv_next])
+    dk_next = add_product(ds, q, dk, dtype, tiles.pieces)
+    dv = wait_for(dv_next, GROUPS + len(dk))
     arrive_alone(stage_do)
-    share = warpgroup_mma_wait(1, deps=[dq])
+    share = warpgroup_mma_wait(len(dk), deps=[dq])
     put_dq(share, tiles, GROUP, n)
-    dk = warpgroup_mma_wait(0, deps=[dk_next])
+    dk = wait_for(dk_next)
     arrive_alone(stage_q)
     return dk, dv
 
@@ -208,18 +250,18 @@ def narrow_step(
     ds1 = gradient_of_scores(p1, cap1, y1, delta1[None, :], rules).to(dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 1, rules)).store(ds1)
     # As in wide_step.
-    dv_next = warpgroup_mma(as_operand(kept(p0, rules), dtype, WIDTH), do0, dv, is_async=True)
-    dv_next = warpgroup_mma(as_operand(kept(p1, rules), dtype, WIDTH), do1, dv_next, is_async=True)
+    dv_next = add_product(kept(p0, rules), do0, dv, dtype, tiles.pieces_v)
+    dv_next = add_product(kept(p1, rules), do1, dv_next, dtype, tiles.pieces_v)
     fence_async_shared()
     meet()
     dq = dq_async(zero_accumulator(WIDTH), keys, tiles, n, GROUP, rules)
-    dk_next = warpgroup_mma(as_operand(ds0, dtype, WIDTH), q0, dk, is_async=True)
-    dk_next = warpgroup_mma(as_operand(ds1, dtype, WIDTH), q1, dk_next, is_async=True)
-    dv = warpgroup_mma_wait(4, deps=[dv_next])
+    dk_next = add_product(ds0, q0, dk, dtype, tiles.pieces)
+    dk_next = add_product(ds1, q1, dk_next, dtype, tiles.pieces)
+    dv = wait_for(dv_next, 4)
     arrive_alone(stage_do)
     share = warpgroup_mma_wait(2, deps=[dq])
     put_dq(share, tiles, GROUP, n)
-    dk = warpgroup_mma_wait(0, deps=[dk_next])
+    dk = wait_for(dk_next)
     arrive_alone(stage_q)
     return dk, dv
 
