@@ -15,8 +15,8 @@ BACKWARD = [
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
-        "hopper/flash_bwd: dK of one split for all", "kernels/hopper/flash_bwd/kernel.py",
-        "gradient.unflatten(-2, (heads, -1)).sum(-2)", "gradient.unflatten(-2, (heads, -1))[..., 0, :]",
+        "hopper/flash_bwd: dK of one split for all", "kernels/hopper/flash_bwd/sum_splits.py",
+        "for split in range(splits):", "for split in range(1):",
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
@@ -329,8 +329,13 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dk without the softmax scale", JOINT,
-        "dk = dk * rules.softmax_scale", "dk = dk * 1.0",
+        "dk = times(dk, rules.softmax_scale)", "dk = times(dk, 1.0)",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: scores of the last piece of columns alone", "kernels/hopper/flash_bwd/joint_steps.py",
+        "x, use_acc=i > 0, is_async=True)", "x, use_acc=False, is_async=True)",
+        BACKWARD_ON_CPU, "full and 104", "FAIL B1 maximum of d",
     ),
     Mutant(
         "gradients on Hopper: a group's first head in place of each", "kernels/hopper/flash_bwd/producer.py",

@@ -43,8 +43,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     head of 512 queries and keys in 8 splits is 1.41 times as fast as with flash_fwd, of 256 in 4 splits 1.07.
 
     Of 44 calls with 4 splits or more of 256 to 1,024 keys, those with at most 33 tiles of rows, a quarter of the SMs,
-    were 1.35 times as fast as with hopper/flash_fwd in the geometric mean (0.77 to 2.57), and those with more 0.57 times
-    (0.24 to 1.08; 2026-11-26-h100-splits-of-prompts.log).
+    were 1.35 times as fast as with hopper/flash_fwd in the geometric mean (0.77 to 2.57), and those with more 0.57
+    times (0.24 to 1.08; 2026-11-26-h100-splits-of-prompts.log).
 
     Prompts of 128 and 64 keys, and 32 heads of 128, head_dim 64, are not worth splitting; they were 1.30, 1.18 and 1.15
     times as fast (a day later), because one step covers all keys and launches start before the preceding ones end;
