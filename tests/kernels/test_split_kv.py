@@ -148,7 +148,7 @@ def test_prompts_are_split_only_if_each_split_has_an_sm(batch: int, heads: int, 
     )  # fmt: skip
     reasons = split_kv.outrun(problem, H200)
     assert (not reasons) == splits
-    assert splits or f"of {batch * heads} tiles of rows on 132 SMs" in reasons[0]
+    assert splits or f"{batch * heads} tiles of rows leave each {132 // (batch * heads)} of 132 SMs" in reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,8 @@ def test_nan_of_a_neighbor_stays_there(
 def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, data: Data, config: int, dtype: str) -> None:
     """As few and long blocks have them, here of a short call."""
     monkeypatch.setattr(flash_bwd_config, "LEAST_STEPS", 0)
-    heads: dict[str, Any] = {"heads": (8, 2), "dtype": dtype}
+    dims = (96, 80) if features == "packed" else SHORT.dims  # in pieces of columns
+    heads: dict[str, Any] = {"heads": (8, 2), "dtype": dtype, "dims": dims}
     if dtype != "float16":
         heads |= {"sinks": False, "softcap": 0.0}
     call = cases.build(replace(SHORT, **{**CALLS[features], **heads}), data, CPU)

@@ -272,8 +272,8 @@ def _by_few_warps(config: Config, call: Call) -> Config:
 
 def _by_map(config: Config, call: Call) -> Config:
     kind = call.kind
-    # At the limit two blocks of three stages fit an SM, or one of four: 1.04 times as fast in the geometric mean of 24
-    # calls, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log).
+    # At the limit an SM holds three blocks of three stages, or two of four. With three, and the splits that follow, 24
+    # calls are 1.04 times as fast in the geometric mean, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log).
     stages = 3 if kind.block_n * kind.wide >= 64 * 256 else 4
     return changed(config, block_n=kind.block_n, num_stages=stages, by_map=True)
 
@@ -338,7 +338,7 @@ MAPS: tuple[Rule[Change], ...] = (
         LOG,
     ),
     Rule(
-        "Hopper, 16 bits: tensor maps and one block per SM",
+        "Hopper, 16 bits: tensor maps and four warps",
         lambda c: True,
         (_by_map,),
         "64 x 8,192 keys 477 us, and 487 by pointers with three blocks per SM; 16 x 4,096 63.6 and 64.2",

@@ -31,8 +31,8 @@ FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
 FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
 KEYS = (256, 1024)  # of a prompt: the fewest and the most at which splitting was measured to be faster
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
-# Fewest splits with which prefill gains, each with an SM of its own: with fewer, tiles of queries alone nearly fill the
-# GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
+# Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
+# the GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
 FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
 
 
@@ -72,8 +72,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     shares = min(config.num_splits, sms // tiles)
     if shares >= fewest:
         return []
-    given = f"num_splits = {config.num_splits} of {tiles} tiles of rows on {sms} SMs"
-    return [f"{asked} would give {given}; splitting is faster from {fewest} splits on, each with an SM of its own"]
+    given = f"num_splits = {config.num_splits}, and {tiles} tiles of rows leave each {sms // tiles} of {sms} SMs"
+    return [f"{asked} would give {given}; splitting is faster if both are at least {fewest}"]
 
 
 def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:

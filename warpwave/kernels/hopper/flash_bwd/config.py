@@ -213,7 +213,7 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
 
     A block that walks all heads of a group adds up their dK and dV at once, but few kv heads then make few and long
     blocks: 8 query heads on 1 kv head of 8,192 keys are 64 blocks for 132 multiprocessors. Each split has a dK and a dV
-    of its own, float32, because to round each would make the error up to 1.4 times as large. One launch adds them up
+    of its own, float32, because rounding each would make the error up to 1.4 times as large. One launch adds them up
     (sum_splits.py). Under a mask there is one split, because its lists of steps are those of whole groups. The number
     depends on the call alone, not on the GPU, so that bits do not either.
     """

@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
 from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
-from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows
+from warpwave.kernels.hopper.flash_bwd import hidden, joint_steps, split_launch, split_rows
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
@@ -72,7 +72,7 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
     numbers = (problem.head_dim + problem.head_dim_v) * keys_of(problem)
     read, added = 4 * splits * numbers, DTYPE_BYTES[problem.dtype] * numbers
-    return divided, read, (Cost(0, 0, 0, read, added, first_bytes=read + added),)
+    return divided, read, (of_rows(2 * -(-keys_of(problem) // 32), read, added, read, 128),)
 
 
 def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -138,7 +138,8 @@ def _of_mask(problem: AttentionProblem, config: Config) -> Cost:
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
     """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step."""
     columns = width(problem)
-    walk = _walk_of_keys(_without_mask(problem), config, (columns, columns))
+    columns_k, columns_v = (sum(joint_steps.pieces_of(dim, columns)) for dim in (problem.head_dim, problem.head_dim_v))
+    walk = _walk_of_keys(_without_mask(problem), config, (columns_k, columns_v))
     scores = walk.steps * config.block_m * config.block_n
     walk = _with_words(walk, problem, scores)
     added = 4 * walk.steps * config.block_m * columns

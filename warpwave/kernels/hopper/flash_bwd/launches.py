@@ -307,16 +307,16 @@ def sums_of_splits(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
     work, block = tensors.workspace, 32
     if work.dk_splits is None:
         return []
-    rows = tensors.dk.numel() // problem.head_dim
+    keys = tensors.dk.numel() // problem.head_dim
 
     def given(t: Tensors) -> tuple[Any, ...]:
         return *t.of_keys, t.dk, t.dv
 
     of = launch.Launch(
         kernel=sum_splits.sum_splits_kernel,
-        grid=2 * -(-rows // block),
+        grid=2 * -(-keys // block),
         tensors=given(tensors),
-        scalars=[rows, work.dk_splits.numel() // tensors.dk.numel()],
+        scalars=[keys, work.dk_splits.numel() // tensors.dk.numel()],
         constants={
             "ROWS": block,
             "HEAD_DIM": problem.head_dim,
