@@ -57,17 +57,15 @@ def copies(layer: Any, given: list[torch.Tensor], dout: torch.Tensor) -> list[An
     return [event.input_shapes[0] for event in watched.events() or () if event.name == "aten::copy_"]
 
 
-@pytest.mark.parametrize(("seqlen", "rounded"), [(4096, 0), (512, 2)])
-def test_training_copies_nothing(card: Card, seqlen: int, rounded: int) -> None:
-    """q, k, v and the gradient of out as a Llama layer passes them on: views of (batch, seqlen, heads, head_dim). Short
-    calls have splits of a group, whose float32 sums, dK and dV, are rounded at the end."""
+@pytest.mark.parametrize("seqlen", [4096, 512], ids=["whole groups", "splits of a group"])
+def test_training_copies_nothing(card: Card, seqlen: int) -> None:
+    """q, k, v and the gradient of out as a Llama layer passes them on: views of (batch, seqlen, heads, head_dim)."""
     layer = torch.nn.Module()
     given = [torch.randn(1, seqlen, heads, 128, dtype=torch.bfloat16).transpose(1, 2) for heads in (32, 8, 8)]
     for tensor in given:
         tensor.requires_grad_()
     dout = torch.randn(1, seqlen, 32 * 128, dtype=torch.bfloat16).view(1, seqlen, 32, 128)
     copies(layer, given, dout)  # binds the launches
-    roundings = [[1, seqlen, 8, 128]] * rounded
-    assert copies(layer, given, dout) == roundings
+    assert not copies(layer, given, dout)
     by_head = dout.transpose(1, 2).contiguous().transpose(1, 2)
-    assert copies(layer, given, by_head) == [[1, seqlen, 32, 128], *roundings]  # such a copy is seen
+    assert copies(layer, given, by_head) == [[1, seqlen, 32, 128]]  # such a copy is seen
