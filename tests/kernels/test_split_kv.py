@@ -159,7 +159,7 @@ def test_prompts_are_split_only_if_each_split_has_an_sm(batch: int, heads: int, 
         ({"batch": 128, "seqlen_k": 2048, "page_size": 16}, (64, 4, 3)),  # by roles, a copy for each page
         ({"batch": 64, "page_size": 32}, (64, 4, 3)),
         ({"batch": 64, "page_size": 128}, (128, 4, 3)),
-        ({"batch": 64, "page_size": 64}, (64, 4, 3)),
+        ({"batch": 64, "page_size": 64}, (64, 4, 4)),
         ({}, (64, 2, 3)),  # few tiles, split over all SMs
         ({"seqlen_k": 1024}, (128, 4, 2)),  # a tile of keys for each share
         ({"batch": 12, "seqlen_k": 2048}, (64, 4, 3)),
@@ -168,7 +168,7 @@ def test_prompts_are_split_only_if_each_split_has_an_sm(batch: int, heads: int, 
         ({"batch": 20, "seqlen_k": 1024}, (64, 4, 2)),
         ({"batch": 8}, (128, 4, 3)),  # in two shares 64 do not
         ({"batch": 4, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
-        ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 3)),
+        ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 4)),
         ({"batch": 48, "head_dim": 64, "head_dim_v": 64}, (128, 4, 3)),
         ({"batch": 16, "head_dim": 256, "head_dim_v": 256}, (64, 4, 3)),
         ({"seqlen_q": 500, "page_size": 64}, (64, 4, 3)),
