@@ -272,8 +272,8 @@ def _by_few_warps(config: Config, call: Call) -> Config:
 
 def _by_map(config: Config, call: Call) -> Config:
     kind = call.kind
-    # At head_dim 64, three stages of 128 keys and the splits that follow are 1.05 times as fast as four in the geometric
-    # mean of 13 calls, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log).
+    # At head_dim 64, three stages of 128 keys, with their splits, are 1.05 times as fast as four in the geometric mean
+    # of 13 calls, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log).
     stages = 4 if kind.block_n <= 64 and kind.wide <= 256 else 3
     return changed(config, block_n=kind.block_n, num_stages=stages, by_map=True)
 
