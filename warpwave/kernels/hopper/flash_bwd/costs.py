@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
 from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
-from warpwave.kernels.hopper.flash_bwd import hidden, joint_steps, split_launch, split_rows
+from warpwave.kernels.hopper.flash_bwd import hidden, joint_steps, split_launch, split_rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
@@ -72,7 +72,7 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
     numbers = (problem.head_dim + problem.head_dim_v) * keys_of(problem)
     read, added = 4 * splits * numbers, DTYPE_BYTES[problem.dtype] * numbers
-    return divided, read, (of_rows(2 * -(-keys_of(problem) // 32), read, added, read, 128),)
+    return divided, read, (of_rows(2 * -(-keys_of(problem) // sum_splits.BLOCK), read, added, read, 128),)
 
 
 def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

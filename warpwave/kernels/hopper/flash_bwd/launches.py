@@ -304,7 +304,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
 
 def sums_of_splits(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
     """Returns the launch that adds up dK and dV of the splits of a group; none without splits."""
-    work, block = tensors.workspace, 32
+    work, block = tensors.workspace, sum_splits.BLOCK
     if work.dk_splits is None:
         return []
     keys = tensors.dk.numel() // problem.head_dim

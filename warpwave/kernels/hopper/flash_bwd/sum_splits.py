@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from warpwave.runtime.triton_or_stub import jit, tl
 
+BLOCK = 32  # rows of a program
+
 
 @jit
 def _sum(splits_ptr, sum_ptr, tile, rows, splits, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
