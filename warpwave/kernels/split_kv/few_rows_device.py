@@ -20,6 +20,9 @@ Bound: memory, `2 * (head_dim + head_dim_v)` bytes for each key of a kv head.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from typing import NamedTuple
+
+from warpwave.kernels.groups import AnyTokens, Pages, Partials, Window
 from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,
@@ -48,10 +51,31 @@ from warpwave.runtime.gluon_or_stub import (
 
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
 ROWS = gl.constexpr(16)  # queries of all heads of a program, padding included
-UNSPECIALIZED = [
-    *("stride_qb", "stride_qm", "stride_qh", "seqlen_q", "seqlen_k", "num_heads_kv", "num_splits", "rows_heads"),
-    *("window_left", "window_right", "first_key", "stride_table", "num_pages", "num_rows"),
-]
+UNSPECIALIZED = ["seqlen_q", "seqlen_k", "num_heads_kv", "rows_heads", "first_key"]
+
+
+class Options(NamedTuple):
+    """The options of a call that are the same for all its programs.
+
+    Attributes:
+        scale: the factor that converts raw scores to bits, or with a softcap to the argument of its tanh.
+        softcap: the softcap in bits.
+        KEYS: keys of a tile.
+        GROUP: query heads that read a kv head.
+        SPLIT: whether a program stores a partial result instead of its output.
+    """
+
+    scale: float
+    softcap: float
+    KEYS: gl.constexpr
+    GROUP: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    HEAD_DIM_V: gl.constexpr
+    SPLIT: gl.constexpr
+    HAS_SINKS: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    WRITE_LSE: gl.constexpr
+    LAUNCHED_AHEAD: gl.constexpr
 
 
 @aggregate
@@ -80,10 +104,9 @@ class Call:
     num_splits: gl.tensor
     seqlen_q: gl.tensor
     capacity: gl.tensor
-    window_left: gl.tensor
-    window_right: gl.tensor
+    num_heads_kv: gl.tensor
+    rows_heads: gl.tensor
     first_key: gl.tensor
-    num_rows: gl.tensor
 
 
 @constexpr_function
@@ -101,45 +124,45 @@ def neighbor(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
 
 
 @jit
-def table_row_of(rows_ptr, call, HAS_ROWS: gl.constexpr):
+def table_row_of(pages: Pages, call):
     """Returns the row of the page table, clamped to a valid one."""
     row = call.batch
-    if HAS_ROWS:
-        row = gl.minimum(gl.maximum(gl.load(rows_ptr + call.batch), 0), call.num_rows - 1).to(gl.int32)
+    if pages.HAS_ROWS:
+        row = gl.minimum(gl.maximum(gl.load(pages.rows_ptr + call.batch), 0), pages.num_rows - 1).to(gl.int32)
     return row
 
 
 @jit
-def length_of(seqused_k_ptr, table_row, call, PAGE_SIZE: gl.constexpr):
+def length_of(pages: Pages, table_row, call):
     """Returns the number of keys of the sequence, at most what the table holds."""
     length = call.capacity
-    if PAGE_SIZE > 0:
-        length = gl.minimum(gl.maximum(gl.load(seqused_k_ptr + table_row), 0), length).to(gl.int32)
+    if pages.PAGE_SIZE > 0:
+        length = gl.minimum(gl.maximum(gl.load(pages.seqused_k_ptr + table_row), 0), length).to(gl.int32)
     return length
 
 
 @jit
-def band(call, length, TOP_LEFT: gl.constexpr):
+def band(window: Window, call, length):
     """Returns (low, high): query i sees keys i + low to i + high, as in primitives.band_edges."""
     offset = length - call.seqlen_q
-    low = offset - call.window_left
-    high = offset + call.window_right
-    if TOP_LEFT:
+    low = offset - window.left
+    high = offset + window.right
+    if window.TOP_LEFT:
         high = gl.minimum(high, 0)
     return low, high
 
 
 @jit
-def keys_of(call, length, KEYS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr):
+def keys_of(window: Window, call, length, KEYS: gl.constexpr):
     """Returns (first, begin, end): this split's first step, and the keys that any query of the program sees."""
-    low, high = band(call, length, TOP_LEFT)
+    low, high = band(window, call, length)
     begin = call.first_key
     end = length
-    if HAS_LOW:
+    if window.HAS_LOW:
         begin = gl.maximum(begin, low)
-    if HAS_HIGH:
+    if window.HAS_HIGH:
         end = gl.minimum(end, call.seqlen_q + high)
-    if HAS_LOW and HAS_HIGH:
+    if window.HAS_LOW and window.HAS_HIGH:
         # A window that begins past the diagonal (top-left causal) shows nothing at all.
         end = gl.where(low > high, 0, end)
     return (begin // KEYS + call.split) * KEYS, begin, end
@@ -169,44 +192,41 @@ def load_tile(ring, tensor_map, n, pools, head, row, COPY: gl.constexpr, KEYS: g
 
 
 @jit
-def producer(
-    k_map, v_map, k_ring, v_ring, page_table_ptr, seqused_k_ptr, rows_ptr, stride_table, num_pages, call,
-    KEYS: gl.constexpr, COPY: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr, LAUNCHED_AHEAD: gl.constexpr,
-):  # fmt: skip
+def producer(k_map, v_map, k_ring, v_ring, window: Window, pages: Pages, options: Options, call):
     """Loads the split's keys and values, tile after tile. Each lane holds one page id. The next 32 are loaded while
     these are used, because a load from saturated memory takes as long as the data in flight: several steps."""
-    stride = call.num_splits * KEYS
+    KEYS: gl.constexpr = options.KEYS
+    COPY: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a tile, or all of the tile's keys
     PAGES: gl.constexpr = KEYS // COPY  # pages of a step
     STEPS: gl.constexpr = 32 // PAGES
+    stride = call.num_splits * KEYS
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    if LAUNCHED_AHEAD:
+    if options.LAUNCHED_AHEAD:
         neighbor("wait", 32)
-    table_row = table_row_of(rows_ptr, call, HAS_ROWS)
-    if PAGE_SIZE > 0:
-        page_table_ptr += table_row.to(gl.int64) * stride_table
-        if not HAS_LOW:  # otherwise the start of the split depends on the length
+    table_row = table_row_of(pages, call)
+    if pages.PAGE_SIZE > 0:
+        table_ptr = pages.table_ptr + table_row.to(gl.int64) * pages.stride_table
+        if not window.HAS_LOW:  # otherwise the start of the split depends on the length
             key = (call.first_key // KEYS + call.split) * KEYS
-            ids = page_ids(page_table_ptr, key, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
-            more = page_ids(page_table_ptr, key + STEPS * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
-    length = length_of(seqused_k_ptr, table_row, call, PAGE_SIZE)
-    first, _, end = keys_of(call, length, KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT)
-    if PAGE_SIZE > 0 and HAS_LOW:
-        ids = page_ids(page_table_ptr, first, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
-        more = page_ids(page_table_ptr, first + STEPS * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY)
+            ids = page_ids(table_ptr, key, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
+            more = page_ids(table_ptr, key + STEPS * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
+    length = length_of(pages, table_row, call)
+    first, _, end = keys_of(window, call, length, KEYS)
+    if pages.PAGE_SIZE > 0 and window.HAS_LOW:
+        ids = page_ids(table_ptr, first, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
+        more = page_ids(table_ptr, first + STEPS * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
     for n in range(gl.cdiv(gl.maximum(end - first, 0), stride)):
         key = first + n * stride
-        if PAGE_SIZE > 0:
+        if pages.PAGE_SIZE > 0:
             pools = ()
             for i in gl.static_range(PAGES):
                 mine = gl.sum(gl.where(lanes == n % STEPS * PAGES + i, ids, 0), axis=0)
-                pools = pools + (gl.minimum(gl.maximum(mine, 0), num_pages - 1).to(gl.int32),)
-            row = key % PAGE_SIZE  # 0 if several pages make a tile
+                pools = pools + (gl.minimum(gl.maximum(mine, 0), pages.num_pages - 1).to(gl.int32),)
+            row = key % pages.PAGE_SIZE  # 0 if several pages make a tile
             if n % STEPS == STEPS - 1:
                 ids = more
-                more = page_ids(
-                    page_table_ptr, key + (STEPS + 1) * stride, stride, call.capacity, PAGE_SIZE, PAGES, COPY
-                )
+                later = key + (STEPS + 1) * stride
+                more = page_ids(table_ptr, later, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
         else:
             pools = (call.batch,)
             row = key
@@ -243,17 +263,18 @@ def zero_unseen(ring, n, begin, end, KEYS: gl.constexpr):
 
 
 @jit
-def store_queries(
-    q_ptr, q_tiles, stride_qm, stride_qh, call, BOXES: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr
-):
+def store_queries(q_tensor: AnyTokens, q_tiles, call, options: Options):
     """Stores q of the program's rows to shared memory, with zeros for absent rows."""
+    BOXES: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = row_vectors(BOX)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, BOX, gl.SliceLayout(0, layout))
-    of_rows = rows // GROUP * stride_qm + (call.head * GROUP + rows % GROUP) * stride_qh
-    inside = rows < call.seqlen_q * GROUP
+    heads = call.head * options.GROUP + rows % options.GROUP
+    of_rows = rows // options.GROUP * q_tensor.stride_m + heads * q_tensor.stride_h
+    q_ptr = q_tensor.ptr + call.batch.to(gl.int64) * q_tensor.stride_b
+    inside = rows < call.seqlen_q * options.GROUP
     for j in gl.static_range(BOXES):
-        there = inside[:, None] & (j * BOX + columns < HEAD_DIM)[None, :]
+        there = inside[:, None] & (j * BOX + columns < options.HEAD_DIM)[None, :]
         q = gl.load(q_ptr + (of_rows[:, None] + (j * BOX + columns)[None, :]), mask=there, other=0.0)
         q_tiles.index(j).store(q)
     fence_async_shared()
@@ -289,29 +310,27 @@ def add_values(p_tile, ring, n, acc, alpha):
 
 @jit
 def consumer(
-    q_ptr, out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, seqused_k_ptr, rows_ptr, stride_qm, stride_qh, rows_heads,
-    num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call,
-    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    HAS_ROWS: gl.constexpr, HAS_LOW: gl.constexpr, HAS_HIGH: gl.constexpr, TOP_LEFT: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, WRITE_LSE: gl.constexpr,
-    LAUNCHED_AHEAD: gl.constexpr,
+    q_tensor: AnyTokens, out_ptr, lse_ptr, partials: Partials, sinks_ptr, window: Window, pages: Pages,
+    options: Options, q_tiles, k_ring, v_ring, p_tile, call,
 ):  # fmt: skip
     """Computes the split's state of all rows, or their output if no other split has keys."""
     layout: gl.constexpr = accumulator_layout(ROWS)
     by_key: gl.constexpr = gl.SliceLayout(1, layout)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
-    if LAUNCHED_AHEAD:
+    KEYS: gl.constexpr = options.KEYS
+    GROUP: gl.constexpr = options.GROUP
+    if options.LAUNCHED_AHEAD:
         neighbor("wait")
         neighbor("launch_dependents")
-    length = length_of(seqused_k_ptr, table_row_of(rows_ptr, call, HAS_ROWS), call, PAGE_SIZE)
-    store_queries(q_ptr, q_tiles, stride_qm, stride_qh, call, k_ring.boxes, HEAD_DIM, GROUP)
-    low, high = band(call, length, TOP_LEFT)
-    first, begin, end = keys_of(call, length, KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT)
+    length = length_of(pages, table_row_of(pages, call), call)
+    store_queries(q_tensor, q_tiles, call, options)
+    low, high = band(window, call, length)
+    first, begin, end = keys_of(window, call, length, KEYS)
     whole_begin = begin
     whole_end = end
-    if HAS_LOW:
+    if window.HAS_LOW:
         whole_begin = gl.maximum(begin, call.seqlen_q - 1 + low)
-    if HAS_HIGH:
+    if window.HAS_HIGH:
         whole_end = gl.minimum(end, high + 1)
     rows = gl.arange(0, ROWS, by_row)
     queries = rows // GROUP
@@ -324,16 +343,16 @@ def consumer(
     for n in range(gl.cdiv(gl.maximum(end - first, 0), stride)):
         key = first + n * stride
         x = scores_of(q_tiles, k_ring, n, KEYS)
-        if HAS_SOFTCAP:
-            x = softcap * tanh(x * scale)
+        if options.HAS_SOFTCAP:
+            x = options.softcap * tanh(x * options.scale)
         else:
-            x = x * scale
+            x = x * options.scale
         if (key < whole_begin) | (key + KEYS > whole_end):
             keys = key + gl.arange(0, KEYS, by_key)
             visible = ((keys >= begin) & (keys < end))[:, None] & (rows >= 0)[None, :]
-            if HAS_LOW:
+            if window.HAS_LOW:
                 visible = visible & (keys[:, None] >= (queries + low)[None, :])
-            if HAS_HIGH:
+            if window.HAS_HIGH:
                 visible = visible & (keys[:, None] <= (queries + high)[None, :])
             x = gl.where(visible, x, float("-inf"))
         p, alpha, m_i, l_i = softmax_of_columns(x, m_i, l_i)
@@ -345,95 +364,68 @@ def consumer(
         block_barrier()
         acc = add_values(p_tile, v_ring, n, acc, alpha)
 
-    num_heads = num_heads_kv * GROUP
+    num_heads = call.num_heads_kv * GROUP
     inside = queries < call.seqlen_q
     heads = call.head * GROUP + rows % GROUP
     l_row = gl.sum(l_i, axis=0)
     of_row = ((call.batch * call.seqlen_q + queries).to(gl.int64) * num_heads) + heads
     columns = gl.arange(0, BOX, by_key)
     factor = gl.full([ROWS], 1.0, gl.float32, by_row)
-    if SPLIT:
-        of_part = call.split.to(gl.int64) * rows_heads
-        gl.store(state_ptr + (2 * of_part + of_row), m_i, mask=inside)
-        gl.store(state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
-        to = acc_ptr + (of_part + of_row) * HEAD_DIM_V
+    if options.SPLIT:
+        of_part = call.split.to(gl.int64) * call.rows_heads
+        gl.store(partials.state_ptr + (2 * of_part + of_row), m_i, mask=inside)
+        gl.store(partials.state_ptr + (2 * of_part + call.rows_heads + of_row), l_row, mask=inside)
+        to = partials.acc_ptr + (of_part + of_row) * options.HEAD_DIM_V
     else:
-        if HAS_SINKS:
+        if options.HAS_SINKS:
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
             factor, m_i, l_row = with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
-        if WRITE_LSE:
+        if options.WRITE_LSE:
             lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
             at = (call.batch.to(gl.int64) * num_heads + heads) * call.seqlen_q + queries
             gl.store(lse_ptr + at, lse, mask=inside)
-        to = out_ptr + of_row * HEAD_DIM_V
+        to = out_ptr + of_row * options.HEAD_DIM_V
     for j in gl.static_range(v_ring.boxes):
-        there = inside[None, :] & (j * BOX + columns < HEAD_DIM_V)[:, None]
+        there = inside[None, :] & (j * BOX + columns < options.HEAD_DIM_V)[:, None]
         x = acc[j] * factor[None, :]
         gl.store(to[None, :] + (j * BOX + columns)[:, None], x.to(to.dtype.element_ty), mask=there)
 
 
+# ptxas loads two adjacent numbers at once (hopper/groups.py). In this order, all numbers form pairs.
 @jit(do_not_specialize=UNSPECIALIZED)
 def few_rows_kernel(
     k_map,
     v_map,
-    q_ptr,
+    q_tensor: AnyTokens,
+    seqlen_q,
     out_ptr,
     lse_ptr,
-    acc_ptr,
-    state_ptr,
-    sinks_ptr,
-    page_table_ptr,
-    seqused_k_ptr,
-    rows_ptr,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    seqlen_q,
     seqlen_k,
     num_heads_kv,
-    num_splits,
+    partials: Partials,
     rows_heads,
-    window_left,
-    window_right,
+    sinks_ptr,
+    window: Window,
+    pages: Pages,
     first_key,
-    stride_table,
-    num_pages,
-    num_rows,
-    scale,
-    softcap,
-    KEYS: gl.constexpr,
+    call_options: Options,
     STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    SPLIT: gl.constexpr,
-    HAS_LOW: gl.constexpr,
-    HAS_HIGH: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    HAS_ROWS: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
-    LAUNCHED_AHEAD: gl.constexpr,
 ):
     """Processes one split of the keys of one sequence and kv head, for up to 16 rows: the queries of the heads that
     read it.
 
-    Maps have the axes (batch or page, head, key, column). `scale` converts raw scores to bits, or with a softcap to the
-    argument of its tanh; `softcap` is then in bits. Partial results have the layout of partials.py: acc (split,
-    sequence and query, head, column), state (split, 2, sequence and query, head).
+    Maps have the axes (batch or page, head, key, column). Elements of a row of q are adjacent. Partial results have the
+    layout of partials.py: acc (split, sequence and query, head, column), state (split, 2, sequence and query, head).
     """
-    BOXES: gl.constexpr = (HEAD_DIM + BOX - 1) // BOX
-    V_BOXES: gl.constexpr = (HEAD_DIM_V + BOX - 1) // BOX
-    COPY: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a tile, or all of the tile's keys
-    k_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * BOXES, 1, 1, KEYS, BOX], k_map.layout)
-    v_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * V_BOXES, 1, 1, KEYS, BOX], v_map.layout)
+    BOXES: gl.constexpr = (call_options.HEAD_DIM + BOX - 1) // BOX
+    V_BOXES: gl.constexpr = (call_options.HEAD_DIM_V + BOX - 1) // BOX
+    k_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * BOXES, 1, 1, call_options.KEYS, BOX], k_map.layout)
+    v_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * V_BOXES, 1, 1, call_options.KEYS, BOX], v_map.layout)
     q_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_tiles = gl.allocate_shared_memory(k_map.dtype, [BOXES, ROWS, BOX], q_layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
-    p_tile = gl.allocate_shared_memory(k_map.dtype, [KEYS, ROWS], p_layout)
+    p_tile = gl.allocate_shared_memory(k_map.dtype, [call_options.KEYS, ROWS], p_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -448,30 +440,19 @@ def few_rows_kernel(
     v_ring = Tiles(v_tiles, v_full, v_empty, STAGES, V_BOXES)
     pid = gl.program_id(0)
     head = pid % num_heads_kv
-    split = pid // num_heads_kv % num_splits
-    batch = pid // (num_heads_kv * num_splits)
-    call = Call(
-        batch, head, split, num_splits, seqlen_q, seqlen_k, window_left, window_right, first_key, num_rows
-    )  # fmt: skip
-    q_ptr += batch.to(gl.int64) * stride_qb
+    split = pid // num_heads_kv % partials.num_splits
+    batch = pid // (num_heads_kv * partials.num_splits)
+    call = Call(batch, head, split, partials.num_splits, seqlen_q, seqlen_k, num_heads_kv, rows_heads, first_key)
     gl.warp_specialize(
         [
             (
                 consumer,
                 (
-                    q_ptr, out_ptr, lse_ptr, acc_ptr, state_ptr, sinks_ptr, seqused_k_ptr, rows_ptr, stride_qm,
-                    stride_qh, rows_heads, num_heads_kv, scale, softcap, q_tiles, k_ring, v_ring, p_tile, call,
-                    KEYS, HEAD_DIM, HEAD_DIM_V, GROUP, PAGE_SIZE, HAS_ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, SPLIT,
-                    HAS_SINKS, HAS_SOFTCAP, WRITE_LSE, LAUNCHED_AHEAD,
+                    q_tensor, out_ptr, lse_ptr, partials, sinks_ptr, window, pages, call_options, q_tiles, k_ring,
+                    v_ring, p_tile, call,
                 ),
             ),
-            (
-                producer,
-                (
-                    k_map, v_map, k_ring, v_ring, page_table_ptr, seqused_k_ptr, rows_ptr, stride_table, num_pages,
-                    call, KEYS, COPY, PAGE_SIZE, HAS_ROWS, HAS_LOW, HAS_HIGH, TOP_LEFT, LAUNCHED_AHEAD,
-                ),
-            ),
+            (producer, (k_map, v_map, k_ring, v_ring, window, pages, call_options, call)),
         ],
         [1],
         [56],

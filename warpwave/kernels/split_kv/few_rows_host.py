@@ -195,14 +195,14 @@ def scalars(
 ) -> list[int | float]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     return [
-        *q.stride()[:3],
+        *q.stride(),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.num_heads_kv,
         config.num_splits,
         problem.rows * problem.num_heads_q,
         *window(problem),
-        first_key,
         *((0, 0, 0) if table is None else (table.stride(0), k.shape[0], table.shape[0])),
+        first_key,
         *host.score_units(problem),
     ]
