@@ -374,6 +374,10 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "load_dropout_key": lambda seed: dropout._key_of(seed.memory),
         "dropout_words": dropout_words,
         "opaque": lambda x: x,
+        "following": lambda i: i + 1,
+        "sixteen_rows": lambda tile, box, i: (
+            tile.reshape(tile.shape[-2:]).slice(16 * i, 16).slice(64 * box, min(64, tile.shape[-1]), dim=1)
+        ),
         "zero_below": lambda p, words, threshold: torch.where(words < threshold, 0.0, p),
         "negate_below": lambda p, words, threshold: torch.where(words < threshold, -p, p),
         "scaled_sum": lambda acc, alpha, product, factor, has_factor: acc * alpha + product * factor,

@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
     Attributes:
         num_heads: heads that have tiles of their own.
         group_size: query heads of a kv head.
-        heads_in_l2: heads whose K and V together fit L2.
+        heads_in_l2: heads that run together (host.heads_in_l2).
     """
 
     num_tiles: int

@@ -15,7 +15,10 @@ from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
-L2_BYTES = 32 * 1024 * 1024  # for K and V of the heads that run together under a causal mask
+L2_BYTES = 32 * 1024 * 1024  # for K and V of the heads that run together under a causal mask, or in a packed call
+# Fewest blocks per multiprocessor of a group of heads in a packed call: with 4, the longest sequence's blocks of the
+# last group began so late that the backward had 0.94 of the rate of one group (8,192 to 2,048 tokens, 32 on 8 heads).
+LEAST_BLOCKS = 8
 LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width
 
@@ -142,6 +145,22 @@ def options_of(problem: AttentionProblem) -> dict[str, bool]:
     }
 
 
+def heads_in_l2(problem: AttentionProblem, heads: int, tiles: int, bytes_of_head: int, sharing: int = 1) -> int:
+    """Returns the heads of a schedule that run together, because L2 holds what their blocks read: at most all, so that
+    tiles times heads, a tile's number, does not overflow.
+
+    Args:
+        heads, tiles: of the schedule, in a dense call the heads of a batch item.
+        bytes_of_head: of the longest sequence.
+        sharing: heads that read the same bytes.
+    """
+    found = max(1, L2_BYTES // max(1, bytes_of_head)) * sharing
+    if problem.packed:
+        found = max(found, -(-LEAST_BLOCKS * NUM_SMS * heads // max(1, tiles)))
+        return min(heads, found)
+    return min(problem.batch * heads, found)
+
+
 def of_schedule(
     problem: AttentionProblem, operands: AnyOperands, tiles: int, parts: int, block_m: int, size: int
 ) -> list[int]:
@@ -149,7 +168,7 @@ def of_schedule(
     share a head; an element has `size` bytes."""
     group_size = problem.num_heads_q // problem.num_heads_kv
     heads = problem.num_heads_q * parts
-    kv_bytes = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size)
+    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
     return [
         arguments.slope_strides(operands.alibi_slopes)[0],
         *arguments.lse_strides(problem),
@@ -158,8 +177,7 @@ def of_schedule(
         group_size,
         problem.batch,
         -(-problem.seqlen_q // block_m),
-        # At most the number of heads: tiles times heads is a tile's number, which must not overflow.
-        min(problem.batch * heads, max(1, L2_BYTES // kv_bytes) * group_size * parts),
+        heads_in_l2(problem, heads, tiles, kv_bytes, group_size * parts),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,

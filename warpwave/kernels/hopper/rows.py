@@ -1,7 +1,19 @@
-"""Rows past the end of a packed sequence: those of V are zeroed in shared memory, and those of out are not stored."""
+"""Rows past the end of a packed sequence: those of a loaded tile are zeroed in shared memory, and those of out are not
+stored."""
 
 from warpwave.kernels.hopper.parts import ROWS, first_column, halves_of, matrix
-from warpwave.runtime.gluon_or_stub import constexpr_function, fence_async_shared, gl, jit, tma, tma_store
+from warpwave.runtime.gluon_or_stub import (
+    block_barrier,
+    constexpr_function,
+    fence_async_shared,
+    gl,
+    jit,
+    reinterpret,
+    tma,
+    tma_store,
+)
+
+BOX = gl.constexpr(64)  # columns of 16 bits that one line of swizzled shared memory holds
 
 
 @constexpr_function
@@ -11,17 +23,52 @@ def row_vectors(width):
 
 
 @jit
-def zero_values(v_ring, n, rows_used, BLOCK_N: gl.constexpr):
+def zero_values(v_ring, n, rows_used):
     """Zeroes the rows of a V tile past the end of its sequence. A tensor map stops only at the end of the packed
     tensor, and a probability of 0 times another sequence's NaN is NaN. Every consumer does so itself; they write the
-    same values."""
+    same values. The barrier ends the branch: without it, the compiler puts one behind the branch, on every tile's
+    path."""
     for i in gl.static_range(len(v_ring.pieces)):
         for part in gl.static_range(v_ring.parts):
-            v = matrix(v_ring.pieces[i].index(n % v_ring.stages * v_ring.parts + part))
-            for first in gl.static_range(0, BLOCK_N, 16):  # few rows at a time, to limit registers
-                if first + 16 > rows_used:
-                    zero_rows(v.slice(first, 16, dim=0), rows_used - first)
+            zero_tail(v_ring.pieces[i].index(n % v_ring.stages * v_ring.parts + part), rows_used)
     fence_async_shared()
+    block_barrier()
+
+
+@jit
+def zero_tail(tile, rows_used):
+    """Zeroes the rows of a tile from `rows_used` on, [..., rows, width] in shared memory.
+
+    Sixteen rows at a time take few registers, and a loop little code: unrolled, it was a fourth of the joint launch of
+    gradients at head_dim 64, which spilled 240 bytes instead of 104.
+    """
+    CHUNKS: gl.constexpr = tile.shape[-2] // 16
+    i = gl.maximum(rows_used, 0) // 16
+    while i < CHUNKS:
+        for box in gl.static_range((tile.shape[-1] + BOX - 1) // BOX):
+            zero_rows(sixteen_rows(tile, box, i), rows_used - i * 16)
+        i = following(i)
+
+
+@jit
+def following(i):
+    """Returns i + 1 in a form that the compilers cannot count with. They unroll loops of known length, and ptxas others
+    four times."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 high; mov.u32 high, %smid; shr.u32 high, high, 16; add.s32 high, high, 1; add.s32 $0, $1, high; }",
+        "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def sixteen_rows(tile, BOX_NUMBER: gl.constexpr, i):
+    """Returns the i-th 16 rows of a box of columns of a 16-bit tile, as TMA stores it: box after box, each of all
+    rows. A slice would need `i` at compile time."""
+    COLUMNS: gl.constexpr = min(tile.shape[-1], BOX)
+    CHUNKS: gl.constexpr = tile.shape[-2] // 16
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * COLUMNS, element_bitwidth=16, rank=2)
+    chunks = reinterpret(tile, tile.dtype, [CHUNKS * (tile.shape[-1] // COLUMNS), 16, COLUMNS], layout)
+    return chunks.index(BOX_NUMBER * CHUNKS + i)
 
 
 @jit
@@ -36,6 +83,7 @@ def zero_head(pieces, tile, unseen, MOST: gl.constexpr = 16):
             if first < unseen:
                 zero_rows_before(x.slice(first, 16, dim=0), unseen - first)
     fence_async_shared()
+    block_barrier()
 
 
 @jit

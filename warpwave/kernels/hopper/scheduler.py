@@ -240,12 +240,7 @@ def dense_tile(s, t, HAS_HIGH: gl.constexpr):
     start when most SMs have nothing left to do: 1.18 times as long at 10 heads in groups of 3, 75 tiles each.
     """
     if HAS_HIGH:
-        later = s.num_tiles - 1 - t
-        group = later // (s.heads_in_l2 * s.tiles_per_head)
-        place = later - group * (s.heads_in_l2 * s.tiles_per_head)
-        heads = gl.minimum(s.heads_in_l2, s.batch * s.num_heads - group * s.heads_in_l2)
-        tile = place // heads
-        batch_head = group * s.heads_in_l2 + place % heads
+        tile, batch_head = _last_first(s, t, s.tiles_per_head, s.batch * s.num_heads)
     else:
         tile = t % s.tiles_per_head
         batch_head = t // s.tiles_per_head
@@ -254,15 +249,25 @@ def dense_tile(s, t, HAS_HIGH: gl.constexpr):
 
 
 @jit
+def _last_first(s, t, tiles_per_head, num_heads):
+    """Returns tile and head of tile t, if the last tiles of all heads of a group come first, group after group."""
+    later = s.num_tiles - 1 - t
+    group = later // (s.heads_in_l2 * tiles_per_head)
+    place = later - group * (s.heads_in_l2 * tiles_per_head)
+    heads = gl.minimum(s.heads_in_l2, num_heads - group * s.heads_in_l2)
+    return place // heads, group * s.heads_in_l2 + place % heads
+
+
+@jit
 def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
-    """Returns tile t of a packed call: the last tiles of a sequence first. Rows of a tile may lie past the sequence's
-    end.
+    """Returns tile t of a packed call: the last tiles of a sequence first, within groups of heads whose longest K and V
+    together fit L2. Rows of a tile may lie past the sequence's end.
 
     Sequence b owns the slots from `cu_seqlens_q[b] // BLOCK_M + b` on: at least as many as it has tiles, and at most
     one more. A slot thus determines its sequence without a sum over earlier sequences, and the host needs no lengths.
     Offsets are clamped, so invalid offsets still read and write inside the tensors.
     """
-    place = s.num_tiles // s.num_heads - 1 - t // s.num_heads
+    place, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
     lanes = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     before = gl.to_tensor(0)
     for first in range(0, s.batch, 128):
@@ -277,4 +282,4 @@ def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
     seqlen_q = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
     seqlen_k = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
     tile = place - (q_begin // BLOCK_M + b)
-    return Work(tile, b, t % s.num_heads, q_begin, seqlen_q, k_begin, seqlen_k)
+    return Work(tile, b, head, q_begin, seqlen_q, k_begin, seqlen_k)

@@ -53,7 +53,7 @@ def serial_step(
     if AT_EDGE and rules.IS_VARLEN:
         rows_used = keys.end - keys.begin - tile * rules.BLOCK_N
         if rows_used < rules.BLOCK_N:
-            zero_values(v_ring, n, rows_used, rules.BLOCK_N)
+            zero_values(v_ring, n, rows_used)
     pending = ()
     for i in gl.static_range(len(acc)):
         v = matrix(v_ring.pieces[i].index(n % v_ring.stages))

@@ -347,7 +347,7 @@ def split_step(
     if AT_EDGE and rules.IS_VARLEN:
         rows_used = keys.end - keys.begin - tile * rules.BLOCK_N
         if rows_used < rules.BLOCK_N:
-            zero_values(v_ring, n, rows_used, rules.BLOCK_N)
+            zero_values(v_ring, n, rows_used)
     summed = ()
     for i in gl.static_range(len(acc)):
         if i > 0:

@@ -63,6 +63,18 @@ def width(problem: AttentionProblem) -> int:
     return NARROW if max(problem.head_dim, problem.head_dim_v) <= NARROW else MAX_JOINT
 
 
+def dq_widths(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """Returns the columns of dQ that each warpgroup of the joint launch computes: in steps of 128 queries, all columns
+    of 64 queries; in steps of 64, its share of the columns, without those that `joint_steps.pieces_of` leaves out."""
+    padding_starts = next((end for end in (80, 96) if NARROW < problem.head_dim <= end), MAX_JOINT)
+    return NARROW, NARROW if config.block_m == 2 * GROUP_ROWS else padding_starts - NARROW
+
+
+def dq_columns(problem: AttentionProblem, config: Config) -> int:
+    """Returns the columns of a row of dQ's sums."""
+    return sum(dq_widths(problem, config)) * GROUP_ROWS // config.block_m
+
+
 def widths(problem: AttentionProblem) -> tuple[int, int]:
     """Returns the columns of tiles of Q and K, and of V and dO, of separate launches."""
     return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))

@@ -13,6 +13,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     MAX_JOINT,
     Config,
+    dq_columns,
     group_splits,
     has_hidden_rows,
     smem_bytes,
@@ -38,7 +39,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     rows, size = problem.rows * problem.num_heads_q, DTYPE_BYTES[problem.dtype]
     # whole tiles
     tiles = heads_of(problem) * query_tiles(problem, config.block_m)
-    sums = 4 * tiles * config.block_m * width(problem) if config.is_joint else 0
+    sums = 4 * tiles * config.block_m * dq_columns(problem, config) if config.is_joint else 0
     statistics = tiles * (config.block_m * STATISTICS_BYTES + 4 * config.is_joint)  # and counts of turns
     workspace = sums + statistics + 4 * tiles * problem.has_sinks
     threads = 128 if problem.head_dim_v <= MAX_JOINT else 256
@@ -137,8 +138,9 @@ def _of_mask(problem: AttentionProblem, config: Config) -> Cost:
 
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
     """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step."""
-    columns = width(problem)
-    columns_k, columns_v = (sum(joint_steps.pieces_of(dim, columns)) for dim in (problem.head_dim, problem.head_dim_v))
+    columns = dq_columns(problem, config)
+    pieces = (joint_steps.pieces_of(dim, width(problem)) for dim in (problem.head_dim, problem.head_dim_v))
+    columns_k, columns_v = map(sum, pieces)
     walk = _walk_of_keys(_without_mask(problem), config, (columns_k, columns_v))
     scores = walk.steps * config.block_m * config.block_n
     walk = _with_words(walk, problem, scores)

@@ -211,7 +211,7 @@ def wait_keys(tiles, n, keys_used, rules):
     wait_full(tiles.keys, n)
     if rules.IS_VARLEN:  # noqa: SIM102 (known when compiled, and the other is not)
         if keys_used < rules.BLOCK_N:
-            zero_values(tiles.keys, n, keys_used, rules.BLOCK_N)
+            zero_values(tiles.keys, n, keys_used)
 
 
 @jit

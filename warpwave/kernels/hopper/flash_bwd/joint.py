@@ -34,6 +34,7 @@ from warpwave.kernels.hopper.flash_bwd.joint_steps import (
     COLUMNS,
     GROUP_KEYS,
     GROUPS,
+    LINE,
     ds_part,
     no_gradient,
     pieces_of,
@@ -57,17 +58,11 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     times,
     walk_of,
     zero_keys_before,
-    zero_tail,
 )
 from warpwave.kernels.hopper.flash_bwd.turns import Turns, pass_turn, rank_of, wait_for_turn
 from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule, Mask
-from warpwave.kernels.hopper.parts import (
-    barriers,
-    buffers,
-    halves_of,
-    matrix,
-    present,
-)
+from warpwave.kernels.hopper.parts import barriers, buffers, halves_of, matrix, present
+from warpwave.kernels.hopper.rows import zero_tail
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     fence_async_shared,
@@ -94,8 +89,8 @@ class Tiles:
         ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile suffices. dK and
             dV are stored through it.
         bias: its tiles are of 128 keys, in one stage.
-        dq: each group's share of a tile's dQ, [2, lines, LINE] float32. `dq_full` has a barrier for each adding warp
-            and group, `dq_empty` one for each group.
+        dq: each group's share of a tile's dQ, [2, lines, LINE] float32, in `dq_widths` columns. `dq_full` has a barrier
+            for each adding warp and group, `dq_empty` one for each group.
         box: the producer's messages.
         pieces, pieces_v: the columns that products with K and Q, and with V and dO, cover (`pieces_of`).
     """
@@ -112,6 +107,7 @@ class Tiles:
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     box: scheduler.Mailbox
+    dq_widths: gl.constexpr
     pieces: gl.constexpr
     pieces_v: gl.constexpr
 
@@ -122,7 +118,9 @@ class Tiles:
 @jit
 def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules):
     """Adds each group's share of dQ to the sums in memory: of every ADDERS-th tile, from the WARP-th on."""
+    # A copy is as long as the second group's share; the first group's may be a multiple.
     LINES: gl.constexpr = tiles.dq.shape[1]
+    COPY: gl.constexpr = dq_map.block_type.shape[0]
     n = 0
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
@@ -150,17 +148,20 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
                 place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
-                line = place * (2 * LINES)
+                line = place * (LINES + COPY)
                 rank = rank_of(turns, work.tile, tile, band, rules)
                 if not rules.HAS_MASK:  # noqa: SIM102 (known when compiled, and the other is not)
                     if rank > 0:
                         wait_for_turn(turns.counts_ptr + place, rank)
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(tiles.dq_full.index(WARP * GROUPS + group), (n // ADDERS) & 1)
-                    if rank == 0:
-                        tma_store(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
-                    else:
-                        tma_add(dq_map, [line + group * LINES, 0], tiles.dq.index(group))
+                    for copy in gl.static_range(LINES // COPY if group == 0 else 1):
+                        to = line + group * LINES + copy * COPY
+                        share = tiles.dq.index(group).slice(copy * COPY, COPY, dim=0)
+                        if rank == 0:
+                            tma_store(dq_map, [to, 0], share)
+                        else:
+                            tma_add(dq_map, [to, 0], share)
                 tma.store_wait(1)
                 mbarrier.arrive(tiles.dq_empty.index(0), count=1)
                 tma.store_wait(0)
@@ -221,8 +222,9 @@ def zero_keys_behind(tiles, work, rules):
     band = band_of(work, rules)
     keys_used = band.k_end - (band.k_begin + work.tile * rules.BLOCK_N)
     if keys_used < rules.BLOCK_N:
-        zero_tail(matrix(tiles.keys[0].index(0)), keys_used, rules.BLOCK_N)
-        zero_tail(matrix(tiles.values[0].index(0)), keys_used, rules.BLOCK_N)
+        zero_tail(tiles.keys[0].index(0), keys_used)
+        zero_tail(tiles.values[0].index(0), keys_used)
+        fence_async_shared()
 
 
 @jit
@@ -376,6 +378,7 @@ def joint_kernel(
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    DQ_WIDTHS: gl.constexpr,
     IS_DETERMINISTIC: gl.constexpr,
 ):
     """Processes blocks of 128 keys of one kv head until the counter is exhausted. Tensor maps have the axes (batch,
@@ -414,10 +417,11 @@ def joint_kernel(
         dout,
         gl.allocate_shared_memory(dtype, [call_options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         Bias(bias, bias_maps, (), bias_tiles, bias_full, bias_empty),
-        gl.allocate_shared_memory(gl.float32, [GROUPS] + dq_map.block_type.shape, dq_map.layout),
+        gl.allocate_shared_memory(gl.float32, [GROUPS, DQ_WIDTHS[0] * 64 // LINE, LINE], dq_map.layout),
         barriers(ADDERS * GROUPS),
         barriers(GROUPS),
         box,
+        DQ_WIDTHS,
         pieces_of(HEAD_DIM, q_map.block_type.shape[3]),
         pieces_of(HEAD_DIM_V, q_map.block_type.shape[3]),
     )

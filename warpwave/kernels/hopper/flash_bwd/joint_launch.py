@@ -11,7 +11,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, joint_steps, launches, rows
-from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks, width
+from warpwave.kernels.hopper.flash_bwd.config import GROUP_ROWS, Config, dq_columns, dq_widths, scheduled_blocks, width
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
@@ -37,7 +37,7 @@ def _plans(
         plans.append(MapPlan(source, shape, strides, block))
     plans += [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
     sums = sources[6]
-    lines = config.block_m * width(problem) // 2 // joint_steps.LINE.value
+    lines = GROUP_ROWS * dq_widths(problem, config)[1] // joint_steps.LINE.value
     plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
     of_bias = host.bias_plan(7, sources[7], (config.block_m, config.block_n)) if has_bias else None
     stored: list[MapPlan | None] = []
@@ -65,7 +65,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     sources = mapped(tensors)
     plans = _plans(problem, config, sources, kind == "cells")
     # Of a query: Q, dO and dQ's sums.
-    scalars = launches.of_keys(problem, tensors, config, width(problem) * (2 + 2 + 4))
+    scalars = launches.of_keys(problem, tensors, config, 2 * 2 * width(problem) + 4 * dq_columns(problem, config))
     of = launch.Launch(
         kernel=joint.joint_kernel,
         grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
@@ -86,6 +86,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "STAGES": config.num_stages,
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
+            "DQ_WIDTHS": dq_widths(problem, config),
             **launches.constants_of(problem),
             "BIAS": kind,
             "IS_DETERMINISTIC": problem.deterministic,
@@ -115,7 +116,7 @@ def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step
         constants={
             "BLOCK_M": config.block_m,
             "HEAD_DIM": problem.head_dim,
-            "WIDTH": width(problem),
+            "DQ_WIDTHS": dq_widths(problem, config),
             **arguments.band_constants(problem),
             "IS_VARLEN": problem.packed,
             "ALIGN": launches.first_row_multiple(problem),

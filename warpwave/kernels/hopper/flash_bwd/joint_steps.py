@@ -42,14 +42,14 @@ ADDERS = gl.constexpr(2)  # warps that add dQ: a tile takes one longer than the 
 
 @jit
 def put_dq(share, tiles, GROUP: gl.constexpr, n):
-    """Hands a group's share of dQ, 64 x 64, to an adding warp: lines of LINE in the order of the registers, so that no
+    """Hands a group's share of dQ, 64 rows, to an adding warp: lines of LINE in the order of the registers, so that no
     bank of shared memory is written twice."""
-    LINES: gl.constexpr = tiles.dq.shape[1]
+    LINES: gl.constexpr = share.shape[0] * share.shape[1] // LINE
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     x = gl.permute(gl.reshape(share, [4, 2, 8, share.shape[1] // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
     x = gl.convert_layout(gl.reshape(x, [LINES, LINE]), layout, assert_trivial=True)
     mbarrier.wait(tiles.dq_empty.index(GROUP), (n & 1) ^ 1)
-    tiles.dq.index(GROUP).store(x)
+    tiles.dq.index(GROUP).slice(0, LINES, dim=0).store(x)
     fence_async_shared()
     mbarrier.arrive(tiles.dq_full.index(n % ADDERS * GROUPS + GROUP), count=1)
 
@@ -94,10 +94,10 @@ def bias_of_group(
 @constexpr_function
 def pieces_of(dim, width):
     """Returns the pieces of columns that products of rows of head size `dim` cover in tiles of `width` columns. Where a
-    quarter or more of 128 columns are padding, they are left out."""
+    quarter or more of 128 columns are padding, they are left out (config.dq_widths for dQ)."""
     if dim > 96 or width < 128:
         return (width,)
-    return (64, 32) if dim > 64 else (64,)
+    return (64, 32) if dim > 80 else (64, 16) if dim > 64 else (64,)
 
 
 @jit
@@ -151,9 +151,9 @@ def gradient_of_scores(p, cap, dp, delta, rules):
 def wide_step(
     dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
 ):  # fmt: skip
-    """Processes a tile of 64 queries, head_dim 65 to 128. Each group multiplies half of dQ's columns."""
+    """Processes a tile of 64 queries, head_dim 65 to 128. Each group multiplies its share of dQ's columns."""
     dtype: gl.constexpr = tiles.keys[0].dtype
-    WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
+    DQ_WIDTH: gl.constexpr = tiles.dq_widths[GROUP]
     BLOCK_M: gl.constexpr = rules.BLOCK_M
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_M))
     keys = matrix(tiles.keys[0].index(unseen_zero(n)))
@@ -185,8 +185,8 @@ def wide_step(
     dv_next = add_product(kept(p, rules), do, dv, dtype, tiles.pieces_v)
     fence_async_shared()
     meet()
-    half = keys.slice(GROUP * (WIDTH // 2), WIDTH // 2, dim=1)
-    dq = dq_async(zero_accumulator(WIDTH // 2), half, tiles, n, 0, rules)
+    share_of_keys = keys.slice(GROUP * COLUMNS, DQ_WIDTH, dim=1)
+    dq = dq_async(zero_accumulator(DQ_WIDTH), share_of_keys, tiles, n, 0, rules)
     dk_next = add_product(ds, q, dk, dtype, tiles.pieces)
     dv = wait_for(dv_next, GROUPS + len(dk))
     arrive_alone(stage_do)

@@ -20,12 +20,12 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     config_of_bias,
     configs,
     default,
+    dq_columns,
     group_splits,
     has_hidden_rows,
     smem_bytes,
     steps_of_dq,
     why_not,
-    width,
 )
 from warpwave.kernels.hopper.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.hopper.flash_bwd.launches import Hidden, Step, Tensors, Workspace
@@ -59,7 +59,8 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     tiles, heads = launches.query_tiles(problem, config.block_m), launches.heads_of(problem)
     statistics = (heads, tiles * config.block_m)
     line = joint_steps.LINE.value
-    lines = (heads * tiles * config.block_m * width(problem) // line, line) if config.is_joint else None
+    of_tile = config.block_m * dq_columns(problem, config)
+    lines = (heads * tiles * of_tile // line, line) if config.is_joint else None
     turns = (heads, tiles) if config.is_joint else None
     of_sinks = (heads, tiles) if problem.has_sinks else None
     of_parts = split_launch.workspace_shapes(problem) if problem.dtype == "float32" else [None] * 8

@@ -181,21 +181,21 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     # L2 holds one query head of each kv head that runs, because blocks walk the heads of a group one after another. If
     # it held whole groups, few kv heads would run together, and the longest blocks of the last ones would begin late:
     # 1.20 to 1.42 times as fast in the joint launch (2026-11-25-h100-descriptors.json); not timed in the launch apart.
-    bytes_of_head = max(1, problem.seqlen_q * bytes_of_row)
+    blocks = scheduled_blocks(problem, config)
     scale, softcap_log2 = host.score_units(problem)
     dk, dv = tensors.of_keys
     return [
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
         *head_strides(problem, dk),
         *head_strides(problem, dv),
-        scheduled_blocks(problem, config),
+        blocks,
         problem.num_heads_q,
         heads,
         problem.num_heads_q // heads,
         splits,
         problem.batch,
         tiles_per_head,
-        min(problem.batch * heads, max(1, host.L2_BYTES // bytes_of_head)),
+        host.heads_in_l2(problem, heads, blocks, problem.seqlen_q * bytes_of_row),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,
@@ -219,17 +219,17 @@ def of_queries(
         statistic_rows: rows of statistics of a head.
     """
     group = problem.num_heads_q // problem.num_heads_kv
-    kv_bytes = max(1, problem.seqlen_k * bytes_of_row)
+    tiles = query_tiles(problem, block_m) * heads_of(problem)
     scale, softcap_log2 = host.score_units(problem)
     return [
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
         *head_strides(problem, tensors.dq),
-        query_tiles(problem, block_m) * heads_of(problem),
+        tiles,
         problem.num_heads_q,
         group,
         problem.batch,
         -(-problem.seqlen_q // block_m),
-        min(problem.batch * problem.num_heads_q, max(1, host.L2_BYTES // kv_bytes) * group),
+        host.heads_in_l2(problem, problem.num_heads_q, tiles, problem.seqlen_k * bytes_of_row, group),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,

@@ -165,7 +165,7 @@ def finish_dq_kernel(
     softmax_scale,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    DQ_WIDTHS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Computes dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in
@@ -176,17 +176,16 @@ def finish_dq_kernel(
     item = batch_head // num_heads
     begin, _, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
-    # Two groups of 64 x 64: side by side in a tile of 64 queries, one below the other in a tile of 128.
-    UPRIGHT: tl.constexpr = BLOCK_M // 64
-    ACROSS: tl.constexpr = WIDTH // 64
-    sums = dq_sums_ptr + (batch_head * num_tiles + place) * (BLOCK_M * WIDTH)
+    # The shares of two groups: side by side in a tile of 64 queries, one below the other in a tile of 128.
+    ACROSS: tl.constexpr = 2 // (BLOCK_M // 64)
+    sums = dq_sums_ptr + (batch_head * num_tiles + place) * (64 * (DQ_WIDTHS[0] + DQ_WIDTHS[1]))
     dq_ptr += item * stride_qb + head * stride_qh
-    for part in tl.static_range(UPRIGHT * ACROSS):
-        x = tl.load(sums + part * 4096 + tl.arange(0, 4096))
-        x = tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-        x = tl.reshape(x, [64, 64])
+    for part in tl.static_range(2):
+        x = tl.load(sums + part * (64 * DQ_WIDTHS[0]) + tl.arange(0, 64 * DQ_WIDTHS[part]))
+        x = tl.permute(tl.reshape(x, [DQ_WIDTHS[part] // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+        x = tl.reshape(x, [64, DQ_WIDTHS[part]])
         lanes = first + part // ACROSS * 64 + tl.arange(0, 64)
-        dims = part % ACROSS * 64 + tl.arange(0, 64)
+        dims = part % ACROSS * DQ_WIDTHS[0] + tl.arange(0, DQ_WIDTHS[part])
         rows = (begin + lanes).to(tl.int64)
         cells = (lanes < q_end)[:, None] & (dims < HEAD_DIM)[None, :]
         result = (x * softmax_scale).to(dq_ptr.dtype.element_ty)

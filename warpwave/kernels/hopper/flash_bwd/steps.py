@@ -21,7 +21,7 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
     zero_accumulator,
 )
-from warpwave.kernels.hopper.rows import zero_head, zero_rows, zero_values
+from warpwave.kernels.hopper.rows import zero_head, zero_values
 from warpwave.kernels.hopper.words import hide_words, lines_of_rows, load_words
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
@@ -126,7 +126,7 @@ def wait_rows(stream, n, rows_used, BLOCK_M: gl.constexpr, IS_VARLEN: gl.constex
     if IS_VARLEN:  # noqa: SIM102 (known when compiled, and the others may not be)
         if is_cut:  # noqa: SIM102
             if rows_used < BLOCK_M:
-                zero_values(stream.ring, n, rows_used, BLOCK_M)
+                zero_values(stream.ring, n, rows_used)
 
 
 @jit
@@ -143,15 +143,6 @@ def zero_keys_before(pieces, tile, key_first, band, rules):
     if begins_early(rules.HAS_LOW, rules):  # noqa: SIM102 (known when compiled, and the other is not)
         if key_first < band.k_seen:
             zero_head(pieces, tile, band.k_seen - key_first)
-
-
-@jit
-def zero_tail(x, rows_used, COUNT: gl.constexpr):
-    """Zeroes rows of x, COUNT rows in shared memory, from `rows_used` on, before wgmma reads them."""
-    for first in gl.static_range(0, COUNT, 16):  # few rows at a time, to limit registers
-        if first + 16 > rows_used:
-            zero_rows(x.slice(first, 16, dim=0), rows_used - first)
-    fence_async_shared()
 
 
 @jit

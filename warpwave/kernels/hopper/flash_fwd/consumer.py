@@ -178,7 +178,7 @@ def wait_values(v_ring, n, tile, place, keys, rules):
     if rules.IS_VARLEN:
         rows_used = keys.end - keys.begin - tile * rules.BLOCK_N
         if rows_used < rules.BLOCK_N:
-            zero_values(v_ring, n, rows_used, rules.BLOCK_N)
+            zero_values(v_ring, n, rows_used)
 
 
 @jit

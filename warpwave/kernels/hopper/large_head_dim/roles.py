@@ -33,7 +33,7 @@ from typing import NamedTuple
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import LOG2_E, ROWS, accumulator_layout, like, matrix, rescale, tile_bytes, wait_full
-from warpwave.kernels.hopper.rows import zero_rows
+from warpwave.kernels.hopper.rows import zero_tail
 from warpwave.kernels.hopper.softmax import (
     in_bits,
     natural_lse,
@@ -46,6 +46,7 @@ from warpwave.kernels.hopper.softmax import (
 from warpwave.kernels.hopper.visible import Place, keys_of_sequence, tiles_of_block
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
+    block_barrier,
     constexpr_function,
     fence_async_shared,
     gl,
@@ -402,10 +403,9 @@ def scores(
 def zero_behind(v, rows_used):
     """Zeroes the rows of a chunk past its packed sequence: a probability of 0 times another sequence's NaN is NaN."""
     if rows_used < KEYS:
-        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, to limit registers
-            if first + 16 > rows_used:
-                zero_rows(v.slice(first, 16, dim=0), rows_used - first)
+        zero_tail(v, rows_used)
         fence_async_shared()
+        block_barrier()
 
 
 @jit
