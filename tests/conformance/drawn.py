@@ -124,6 +124,13 @@ def _length(rng: random.Random) -> int:
     return rng.choice(LENGTHS) if rng.random() < 0.7 else rng.randint(1, 300)
 
 
+def _widths_of_one_launch(rng: random.Random) -> tuple[int, int]:
+    """Returns widths whose dQ, dK and dV fit the registers of one launch on Hopper."""
+    narrow = [width for width in ALIGNED if width <= 128]
+    width = rng.choice(narrow)
+    return width, width if rng.random() < 0.7 else rng.choice(narrow)
+
+
 def _dtype(rng: random.Random) -> str:
     kind = rng.random()
     return "float16" if kind < 0.33 else "bfloat16" if kind < 0.66 else f"float32:{rng.choice(PRECISIONS)}"
@@ -146,6 +153,8 @@ def _draw_dense(seed: int, of_class: random.Random, of_call: random.Random) -> D
     dims, quantized = _widths(of_class), not gradients and of_class.random() < 0.2
     dtype = _quantized_dtype(of_class, packed) if quantized else _dtype(of_class)
     plain = gradients and of_class.random() < 0.5  # what kernels' own gradients take
+    if plain and of_class.random() < 0.6:  # of those, few would otherwise suit one launch for all gradients
+        dims, dtype = _widths_of_one_launch(of_class), of_class.choice(("float16", "bfloat16"))
     features: dict[str, Any] = {"dtype": dtype, "dims": dims, "packed": packed, "lse": of_class.random() < 0.6}
     features["causal"] = of_class.choice(("", "", "bottom_right", "top_left"))
     has_window = of_class.random() < 0.3
