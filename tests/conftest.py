@@ -31,6 +31,14 @@ SAMPLED_REFUSALS = 10
 # Of flash_fwd every case of these runs without a GPU in `make test`, with one of the data sets or types, in turn: an
 # interpreted call takes a third of a second, and seconds with products of rounded parts.
 IN_TURN = {"test_case_grid[": len(DATA_SETS), "test_tile_edges[": len(DATA_SETS), "test_retrieval[": 3}
+# Of tests whose calls take seconds (emulated kernels of Hopper, pairs of layouts) half of the cases run in `make test`:
+# of each two, the first and the second in turn, so that a last axis of two values is met with both.
+HALVED = (
+    *("test_dropout_on_a_cpu[", "test_float32_on_other_data[", "test_splits_of_a_group[", "test_float32_on_a_cpu["),
+    *("test_a_bias_whose_gradient_is_not_wanted[", "test_nan_of_a_neighbor_stays_there[", "test_masks_on_a_cpu["),
+    *("test_biases_on_a_cpu[", "test_masks_and_biases_on_a_cpu[", "test_every_default_fits["),
+    *("test_tiles_that_a_mask_hides_are_not_visited[", "test_layouts_equal_contiguous["),
+)
 MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
 
 
@@ -70,13 +78,14 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             if seen[kernel] % every and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.full)
             seen[kernel] += refused or kernel in SAMPLED
-            test = next((name for name in IN_TURN if item.name.startswith(name)), None)
-            if test is not None and kernel == "flash_fwd":
-                # What a case takes in turn comes one after another.
-                nth, value = divmod(seen[test], IN_TURN[test])
-                if value != nth % IN_TURN[test] and not torch.cuda.is_available():
-                    item.add_marker(pytest.mark.full)
-                seen[test] += 1
+        in_turn = IN_TURN if kernel == "flash_fwd" else dict.fromkeys(HALVED, 2)
+        test = next((name for name in in_turn if item.name.startswith(name)), None)
+        if test is not None and not item.get_closest_marker("full"):
+            # What a case takes in turn comes one after another.
+            nth, value = divmod(seen[test], in_turn[test])
+            if value != nth % in_turn[test] and not torch.cuda.is_available():
+                item.add_marker(pytest.mark.full)
+            seen[test] += 1
 
 
 class KernelAccount:

