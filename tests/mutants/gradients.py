@@ -324,8 +324,18 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dq into the other group's buffer", JOINT_STEPS,
-        "tiles.dq.index(GROUP).store(x)", "tiles.dq.index(1 - GROUP).store(x)",
+        "tiles.dq.index(GROUP).slice(", "tiles.dq.index(1 - GROUP).slice(",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: all copies of a share of dq to its first lines", JOINT,
+        "to = line + group * LINES + copy * COPY", "to = line + group * LINES",
+        BACKWARD_ON_CPU, "full and 96", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: the first rows behind a packed sequence not zeroed", "kernels/hopper/rows.py",
+        "i = gl.maximum(rows_used, 0) // 16", "i = gl.maximum(rows_used, 0) // 16 + 1",
+        NEIGHBOURS_ON_CPU, "128 and not 192 and causal", "d",
     ),
     Mutant(
         "gradients on Hopper: dk without the softmax scale", JOINT,

@@ -157,7 +157,10 @@ def test_keys_behind_the_end_of_a_mask_have_no_weight(dims: tuple[int, int]) -> 
 
 @pytest.mark.parametrize(
     ("dims", "config"),
-    [((64, 64), 0), ((40, 24), 0), ((128, 128), 0), ((64, 80), 0), ((96, 104), 0), ((192, 128), 0), ((40, 64), 1)],
+    [
+        *(((64, 64), 0), ((40, 24), 0), ((128, 128), 0), ((64, 80), 0)),
+        *(((72, 104), 0), ((96, 72), 0), ((192, 128), 0), ((40, 64), 1)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("features", CALLS)
