@@ -33,11 +33,14 @@ SAMPLED_REFUSALS = 10
 IN_TURN = {"test_case_grid[": len(DATA_SETS), "test_tile_edges[": len(DATA_SETS), "test_retrieval[": 3}
 # Of tests whose calls take seconds (emulated kernels of Hopper, pairs of layouts) half of the cases run in `make test`:
 # of each two, the first and the second in turn, so that a last axis of two values is met with both.
-HALVED = (
-    *("test_dropout_on_a_cpu[", "test_float32_on_other_data[", "test_splits_of_a_group[", "test_float32_on_a_cpu["),
-    *("test_a_bias_whose_gradient_is_not_wanted[", "test_nan_of_a_neighbor_stays_there[", "test_masks_on_a_cpu["),
-    *("test_biases_on_a_cpu[", "test_masks_and_biases_on_a_cpu[", "test_every_default_fits["),
-    *("test_tiles_that_a_mask_hides_are_not_visited[", "test_layouts_equal_contiguous["),
+HALVED = dict.fromkeys(
+    (
+        *("test_dropout_on_a_cpu[", "test_float32_on_other_data[", "test_splits_of_a_group[", "test_float32_on_a_cpu["),
+        *("test_a_bias_whose_gradient_is_not_wanted[", "test_nan_of_a_neighbor_stays_there[", "test_masks_on_a_cpu["),
+        *("test_biases_on_a_cpu[", "test_masks_and_biases_on_a_cpu[", "test_every_default_fits["),
+        *("test_tiles_that_a_mask_hides_are_not_visited[", "test_layouts_equal_contiguous["),
+    ),
+    2,
 )
 MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
 
@@ -78,14 +81,14 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             if seen[kernel] % every and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.full)
             seen[kernel] += refused or kernel in SAMPLED
-        in_turn = IN_TURN if kernel == "flash_fwd" else dict.fromkeys(HALVED, 2)
+        in_turn = HALVED | IN_TURN if kernel == "flash_fwd" else HALVED
         test = next((name for name in in_turn if item.name.startswith(name)), None)
-        if test is not None and not item.get_closest_marker("full"):
+        if test is not None and not item.get_closest_marker("full") and not item.get_closest_marker("gpu"):
             # What a case takes in turn comes one after another.
-            nth, value = divmod(seen[test], in_turn[test])
+            nth, value = divmod(seen[f"{item.path.name} {test}"], in_turn[test])
             if value != nth % in_turn[test] and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.full)
-            seen[test] += 1
+            seen[f"{item.path.name} {test}"] += 1
 
 
 class KernelAccount:

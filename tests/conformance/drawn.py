@@ -153,7 +153,7 @@ def _draw_dense(seed: int, of_class: random.Random, of_call: random.Random) -> D
     dims, quantized = _widths(of_class), not gradients and of_class.random() < 0.2
     dtype = _quantized_dtype(of_class, packed) if quantized else _dtype(of_class)
     plain = gradients and of_class.random() < 0.5  # what kernels' own gradients take
-    if plain and of_class.random() < 0.6:  # of those, few would otherwise suit one launch for all gradients
+    if plain and of_class.random() < 0.6:  # otherwise few of these calls could take the joint launch
         dims, dtype = _widths_of_one_launch(of_class), of_class.choice(("float16", "bfloat16"))
     features: dict[str, Any] = {"dtype": dtype, "dims": dims, "packed": packed, "lse": of_class.random() < 0.6}
     features["causal"] = of_class.choice(("", "", "bottom_right", "top_left"))

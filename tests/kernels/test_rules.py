@@ -83,8 +83,8 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
 NAMES = [module.NAME for module, _, _ in TABLES]
 
 
-# Draws that reach every row within 1,400 calls; other seeds take three times as many.
-SEEDS = {"large_head_dim": "large_head_dime", "split_kv": "split_kvd"}
+# A seed that reaches every row within 1,100 calls; others take up to five times as many.
+SEEDS = {"large_head_dim": "large_head_dim 5"}
 
 
 def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[AttentionProblem, Gpu]]:

@@ -299,7 +299,8 @@ def launch_order_by_keys(
 
     Args:
         all_heads: whether all heads of a tile follow one another, and the last sequence comes first, as in Hopper's
-            packed calls; otherwise blocks come sequence by sequence, head by head, tile by tile.
+            packed calls if all heads are one group; otherwise blocks come sequence by sequence, head by head, tile by
+            tile.
     """
     heads, group = problem.num_heads_kv, problem.num_heads_q // problem.num_heads_kv
     if heads * (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) > MOST_ORDERED * block_n:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.kernels.hopper import gluon_on_cpu
+from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.groups import Schedule
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
@@ -52,3 +57,46 @@ def test_few_sms_idle_at_the_end(heads: int, tiles: int, in_l2: int) -> None:
         heapq.heappush(ends, heapq.heappop(ends) + tile + 2)
     busy = heads * sum(tile + 2 for tile in range(tiles)) / SMS
     assert busy / max(ends) > 0.95
+
+
+@pytest.mark.parametrize(("heads", "in_l2"), [(8, 3), (8, 8), (5, 1), (4, 2)])
+def test_every_block_of_packed_sequences_comes_once(heads: int, in_l2: int) -> None:
+    """Also if the heads are several groups. These come one after another, each with the last tiles of a head first, as
+    the turns of the backward require."""
+    from warpwave.kernels.hopper import scheduler
+
+    lengths, block_m = (300, 0, 64, 129, 1), 64
+    ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+    total = int(ends[-1])
+    names = gluon_on_cpu.functions({scheduler.__name__: scheduler}, gluon_on_cpu.Block(0, 1))[scheduler.__name__]
+    slots = total // block_m + len(lengths)
+    schedule = Schedule(slots * heads, heads, 1, len(lengths), 5, in_l2, 300, 300, total, total)
+    offsets = SimpleNamespace(**{f"cu_seqlens_{x}_ptr": gluon_on_cpu.Pointer(ends) for x in "qk"})
+    drawn = [names.packed_tile(schedule, offsets, torch.tensor(t), block_m) for t in range(slots * heads)]
+    found = [(int(w.head), int(w.batch), int(w.tile)) for w in drawn if 0 <= w.tile * block_m < w.seqlen_q]
+    tiles = [(b, t) for b, length in enumerate(lengths) for t in range(-(-length // block_m))]
+    assert sorted(found) == [(h, *tile) for h in range(heads) for tile in tiles]
+    for head in range(heads):
+        assert [tile for h, *tile in found if h == head] == [list(tile) for tile in tiles[::-1]]
+    left = [heads % in_l2] if heads % in_l2 else []
+    in_order = [h for h, *_ in found]
+    for size in left + [in_l2] * (heads // in_l2):
+        group, in_order = in_order[: size * len(tiles)], in_order[size * len(tiles) :]
+        assert len(set(group)) == size
+
+
+def test_heads_that_run_together() -> None:
+    packed = AttentionProblem(
+        batch=4, seqlen_q=8192, seqlen_k=8192, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
+        dtype="bfloat16", softmax_scale=0.1, packed=True, total_q=16384, total_k=16384,
+    )  # fmt: skip
+    dense, of_head = replace(packed, packed=False), 8 << 20
+    assert host.heads_in_l2(dense, 32, 32 * 128, of_head) == 4  # of 128, as many as 32 MiB hold
+    assert host.heads_in_l2(dense, 32, 32 * 128, of_head, sharing=4) == 16
+    assert host.heads_in_l2(dense, 32, 32 * 128, 1) == 4 * 32
+    assert host.heads_in_l2(packed, 32, 32 * 1056, of_head) == 4
+    assert host.heads_in_l2(packed, 32, 32 * 132, of_head) == 8  # eight blocks an SM, of 132 slots a head
+    assert host.heads_in_l2(packed, 32, 32 * 128, of_head, sharing=4) == 16
+    assert host.heads_in_l2(packed, 32, 32 * 60, of_head, sharing=4) == 20  # 18 would divide a group
+    assert host.heads_in_l2(packed, 32, 32, of_head) == 32
+    assert host.heads_in_l2(packed, 32, 0, of_head) == 32

@@ -15,9 +15,9 @@ from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
-L2_BYTES = 32 * 1024 * 1024  # for K and V of the heads that run together under a causal mask, or in a packed call
-# Fewest blocks per multiprocessor of a group of heads in a packed call: with 4, the longest sequence's blocks of the
-# last group began so late that the backward had 0.94 of the rate of one group (8,192 to 2,048 tokens, 32 on 8 heads).
+L2_BYTES = 32 * 1024 * 1024  # for the heads that run together under a causal mask, or in a packed call
+# Minimum number of blocks per SM in a group of heads of a packed call. With 4, the longest blocks of the last group
+# started so late that the backward had 0.94 of the rate of one group (8,192 to 2,048 tokens, 32 on 8 heads).
 LEAST_BLOCKS = 8
 LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width
@@ -146,8 +146,8 @@ def options_of(problem: AttentionProblem) -> dict[str, bool]:
 
 
 def heads_in_l2(problem: AttentionProblem, heads: int, tiles: int, bytes_of_head: int, sharing: int = 1) -> int:
-    """Returns the heads of a schedule that run together, because L2 holds what their blocks read: at most all, so that
-    tiles times heads, a tile's number, does not overflow.
+    """Returns how many heads are scheduled together: as many as L2 holds, in a packed call at least enough for
+    LEAST_BLOCKS blocks per SM, and at most all heads, so that tiles times heads does not overflow.
 
     Args:
         heads, tiles: of the schedule, in a dense call the heads of a batch item.
@@ -156,8 +156,8 @@ def heads_in_l2(problem: AttentionProblem, heads: int, tiles: int, bytes_of_head
     """
     found = max(1, L2_BYTES // max(1, bytes_of_head)) * sharing
     if problem.packed:
-        found = max(found, -(-LEAST_BLOCKS * NUM_SMS * heads // max(1, tiles)))
-        return min(heads, found)
+        enough = -(-LEAST_BLOCKS * NUM_SMS * heads // max(1, tiles))
+        return min(heads, max(found, -(-enough // sharing) * sharing))
     return min(problem.batch * heads, found)
 
 

@@ -26,8 +26,7 @@ def row_vectors(width):
 def zero_values(v_ring, n, rows_used):
     """Zeroes the rows of a V tile past the end of its sequence. A tensor map stops only at the end of the packed
     tensor, and a probability of 0 times another sequence's NaN is NaN. Every consumer does so itself; they write the
-    same values. The barrier ends the branch: without it, the compiler puts one behind the branch, on every tile's
-    path."""
+    same values. Without the barrier in this branch, the compiler puts one after it, where every tile waits."""
     for i in gl.static_range(len(v_ring.pieces)):
         for part in gl.static_range(v_ring.parts):
             zero_tail(v_ring.pieces[i].index(n % v_ring.stages * v_ring.parts + part), rows_used)
@@ -39,8 +38,8 @@ def zero_values(v_ring, n, rows_used):
 def zero_tail(tile, rows_used):
     """Zeroes the rows of a tile from `rows_used` on, [..., rows, width] in shared memory.
 
-    Sixteen rows at a time take few registers, and a loop little code: unrolled, it was a fourth of the joint launch of
-    gradients at head_dim 64, which spilled 240 bytes instead of 104.
+    Sixteen rows at a time take few registers, and a loop takes little code. Unrolled, it was a fourth of the joint
+    launch of gradients at head_dim 64, which spilled 240 bytes instead of 104.
     """
     CHUNKS: gl.constexpr = tile.shape[-2] // 16
     i = gl.maximum(rows_used, 0) // 16
@@ -52,8 +51,8 @@ def zero_tail(tile, rows_used):
 
 @jit
 def following(i):
-    """Returns i + 1 in a form that the compilers cannot count with. They unroll loops of known length, and ptxas others
-    four times."""
+    """Returns i + 1 plus an opaque zero, so that neither LLVM nor ptxas recognizes a counted loop and unrolls it. The
+    zero is the upper half of %smid, which is below 65,536."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 high; mov.u32 high, %smid; shr.u32 high, high, 16; add.s32 high, high, 1; add.s32 $0, $1, high; }",
         "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1,

@@ -260,8 +260,8 @@ def _last_first(s, t, tiles_per_head, num_heads):
 
 @jit
 def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
-    """Returns tile t of a packed call: the last tiles of a sequence first, within groups of heads whose longest K and V
-    together fit L2. Rows of a tile may lie past the sequence's end.
+    """Returns tile t of a packed call: the last tiles of a sequence first, within groups of heads (host.heads_in_l2).
+    Rows of a tile may lie past the sequence's end.
 
     Sequence b owns the slots from `cu_seqlens_q[b] // BLOCK_M + b` on: at least as many as it has tiles, and at most
     one more. A slot thus determines its sequence without a sum over earlier sequences, and the host needs no lengths.

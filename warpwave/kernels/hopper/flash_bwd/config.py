@@ -65,9 +65,10 @@ def width(problem: AttentionProblem) -> int:
 
 def dq_widths(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """Returns the columns of dQ that each warpgroup of the joint launch computes: in steps of 128 queries, all columns
-    of 64 queries; in steps of 64, its share of the columns, without those that `joint_steps.pieces_of` leaves out."""
-    padding_starts = next((end for end in (80, 96) if NARROW < problem.head_dim <= end), MAX_JOINT)
-    return NARROW, NARROW if config.block_m == 2 * GROUP_ROWS else padding_starts - NARROW
+    of 64 queries; in steps of 64, its share of the columns. At head_dim 65 to 96 padding is left out; at head_dim 64 or
+    less beside a wider V, the second share is padding."""
+    end = next((end for end in (80, 96) if NARROW < problem.head_dim <= end), MAX_JOINT)
+    return NARROW, NARROW if config.block_m == 2 * GROUP_ROWS else end - NARROW
 
 
 def dq_columns(problem: AttentionProblem, config: Config) -> int:

@@ -224,7 +224,7 @@ def zero_keys_behind(tiles, work, rules):
     if keys_used < rules.BLOCK_N:
         zero_tail(tiles.keys[0].index(0), keys_used)
         zero_tail(tiles.values[0].index(0), keys_used)
-        fence_async_shared()
+        fence_async_shared()  # `meet` follows
 
 
 @jit

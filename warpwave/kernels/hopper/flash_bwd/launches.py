@@ -178,9 +178,6 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     tiles_per_head = -(-problem.seqlen_k // config.block_n)
     splits = group_splits(problem, config)
     heads = problem.num_heads_kv * splits
-    # L2 holds one query head of each kv head that runs, because blocks walk the heads of a group one after another. If
-    # it held whole groups, few kv heads would run together, and the longest blocks of the last ones would begin late:
-    # 1.20 to 1.42 times as fast in the joint launch (2026-11-25-h100-descriptors.json); not timed in the launch apart.
     blocks = scheduled_blocks(problem, config)
     scale, softcap_log2 = host.score_units(problem)
     dk, dv = tensors.of_keys
@@ -195,6 +192,10 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         splits,
         problem.batch,
         tiles_per_head,
+        # L2 holds one query head of each kv head that runs, because blocks walk the heads of a group one after another.
+        # If it held whole groups, few kv heads would run together, and the longest blocks of the last ones would start
+        # late. One query head per kv head was 1.20 to 1.42 times as fast in the joint launch
+        # (2026-11-25-h100-descriptors.json); it was not timed in the launch apart.
         host.heads_in_l2(problem, heads, blocks, problem.seqlen_q * bytes_of_row),
         problem.seqlen_q,
         problem.seqlen_k,

@@ -177,7 +177,7 @@ def finish_dq_kernel(
     begin, _, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # The shares of two groups: side by side in a tile of 64 queries, one below the other in a tile of 128.
-    ACROSS: tl.constexpr = 2 // (BLOCK_M // 64)
+    ACROSS: tl.constexpr = 128 // BLOCK_M
     sums = dq_sums_ptr + (batch_head * num_tiles + place) * (64 * (DQ_WIDTHS[0] + DQ_WIDTHS[1]))
     dq_ptr += item * stride_qb + head * stride_qh
     for part in tl.static_range(2):

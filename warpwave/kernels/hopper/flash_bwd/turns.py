@@ -6,7 +6,7 @@ it. Each tile of a head has a count in memory. A block waits until the count is 
 - Deterministic: the rank is the number of blocks before it that see the tile, and each block raises the count by one.
   The order of the sums, and with it their bits, is the same in every run.
 - Otherwise the rank is 0 for the first block and 1 for all others, and only the first block raises the count. That is
-  up to 1.37 times as fast, in long causal calls (`2026-11-26-h100-gradients.json`).
+  up to 1.36 times as fast (`2026-11-26-h100-gradients.json`).
 
 Under a mask, the first block with a visible pair of a tile is not known. The sums are then zeroed before, and all
 blocks add to them without waiting; deterministic gradients come from launches apart.

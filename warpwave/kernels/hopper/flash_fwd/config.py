@@ -267,10 +267,11 @@ class Call:
 
     @property
     def has_rows_between_sectors(self) -> bool:
-        """Returns whether rows of K or V, of at least 48 bytes in 16 bits, begin between the sectors of 32 bytes in
-        which memory is read. Their tiles take longer to load, and blocks of 64 queries load most often."""
+        """Returns whether a row of K or V has 48, 80, 112 or more bytes in 16 bits, so that not all rows start at a
+        sector of 32 bytes. Their tiles probably take longer to load (not measured apart), and blocks of 64 queries load
+        most often."""
         p = self.problem
-        return p.dtype != "float32" and any(d > 16 and d % 16 for d in (p.head_dim, p.head_dim_v))
+        return any(d > 16 and d % 16 for d in (p.head_dim, p.head_dim_v))
 
     @property
     def fills_64_once(self) -> bool:
@@ -381,8 +382,8 @@ RULES: tuple[Rule[Config], ...] = (
         BETWEEN,
     ),
     Rule(
-        "head_dim 177 to 192, and head_dim_v too",
-        lambda c: c.width == c.width_v == 192,
+        "head_dim 177 to 192, and head_dim_v too, dense, at most a causal mask",
+        lambda c: c.width == c.width_v == 192 and c.is_bare,
         (Config(128, 64, 3), Config(128, 64, 2)),
         "1.02 to 1.05 times as fast as 2 stages in five calls on an H100, 12 x 330 on 1,322 keys to 3 x 7,680",
         BETWEEN_SECTORS,
@@ -413,9 +414,9 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2),), "the fastest of a sweep", TUNING),
     Rule(
-        "head_dim 24, 40 or 56, or such a head_dim_v, in 16 bits, a causal mask or window and at most 2,048 keys a "
-        "query, or blocks of 192 queries do not balance over the SMs",
-        lambda c: c.has_rows_between_sectors and (c.is_short_causal or c.is_unbalanced),
+        "head_dim 24, 40 or 56, or such a head_dim_v, dense, a causal mask and at most 2,048 keys a query, or at most "
+        "a causal mask and blocks of 192 queries do not balance over the SMs",
+        lambda c: c.is_bare and c.has_rows_between_sectors and (c.is_short_causal or c.is_unbalanced),
         (Config(128, 128, 3),),
         "1.05 to 1.66 times as fast as blocks of 64 queries in 16 calls on an H100, 0.97 at 64 x 64 on 2,048 keys",
         BETWEEN_SECTORS,
