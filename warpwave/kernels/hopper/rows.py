@@ -82,7 +82,6 @@ def zero_head(pieces, tile, unseen, MOST: gl.constexpr = 16):
             if first < unseen:
                 zero_rows_before(x.slice(first, 16, dim=0), unseen - first)
     fence_async_shared()
-    block_barrier()
 
 
 @jit
