@@ -111,6 +111,35 @@ def test_the_protocol_on_a_cpu(features: str, kind: str) -> None:
     assert verdict.passed, str(verdict)
 
 
+TOGETHER: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]] = {
+    "a group of 4": ("float16", (64, 80), (8, 2), flash_fwd.Config(128, 64, 2, heads=4)),
+    "2 of a group of 6": ("bfloat16", (48, 112), (6, 1), flash_fwd.Config(192, 64, 2, narrowest_v=64, heads=2)),
+    "a query a warpgroup": ("float16", (32, 32), (64, 1), flash_fwd.Config(128, 64, 2, heads=64)),
+    "serial": ("float16", (64, 352), (4, 2), flash_fwd.Config(128, 32, 2, heads=2)),
+    "out in the memory of Q's first piece": ("bfloat16", (192, 128), (8, 1), flash_fwd.Config(128, 128, 2, heads=8)),
+    "out by halves": ("bfloat16", (256, 256), (4, 1), flash_fwd.Config(128, 64, 2, heads=4)),
+}
+OF_GROUPS: dict[str, dict[str, Any]] = {
+    "full": {"softcap": 3.0},
+    "causal": {"causal": "bottom_right", "sinks": True},
+    "top left": {"causal": "top_left", "lengths": (70, 40)},
+    "window": {"window": (60, 5), "sinks": True},
+    "packed": {"packed": True, "batch": 4, "causal": "bottom_right"},
+    "one query": {"lengths": (1, 300), "batch": 2},
+}
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("features", OF_GROUPS)
+def test_heads_that_share_tiles_on_a_cpu(features: str, kind: str) -> None:
+    dtype, dims, heads, config = TOGETHER[kind]
+    case = replace(SHORT, dtype=dtype, dims=dims, heads=heads, **{"lengths": (45, 130)} | OF_GROUPS[features])
+    call = cases.build(case, "normal", torch.device("cpu"))
+    out, lse = on_cpu(call.problem, call.operands, config)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.18033688])
 def test_the_lead_of_a_row_is_the_exponent_of_its_largest_probability(scale: float) -> None:
     """By the same multiply-add, or one in the middle of two numbers of 16 bits is corrected in the wrong direction."""

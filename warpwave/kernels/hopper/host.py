@@ -21,6 +21,7 @@ L2_BYTES = 32 * 1024 * 1024  # for the heads that run together under a causal ma
 LEAST_BLOCKS = 8
 LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width
+Described = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def mappable(
@@ -55,12 +56,14 @@ def pieces(head_dim: int, narrowest: int = 16) -> tuple[int, ...]:
 def piece_maps(
     source: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, widths: tuple[int, ...]
 ) -> list[MapPlan | None]:
-    """Returns a tensor's maps, one for each piece of a tile of `rows` rows; MAX_PIECES, absent ones are None."""
-    maps = [MapPlan(source, shape, strides, (1, 1, rows, width)) for width in widths]
+    """Returns the maps of a tensor as `seen` or `together` describes it, one for each piece of a tile of `rows`
+    rows; MAX_PIECES, absent ones are None."""
+    lines = (rows,) if len(shape) == 4 else (rows // shape[3], shape[3])
+    maps = [MapPlan(source, shape, strides, (1, 1, *lines, width)) for width in widths]
     return [*maps, *[None] * (MAX_PIECES - len(maps))]
 
 
-def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> Described:
     """Returns shape and strides of a (batch, seqlen, head, width) or packed (total, head, width) tensor in the axis
     order of tensor maps: batch, head, row, column. A dense tensor is cut to `rows` rows, at least 1."""
     stride = tensor.stride()
@@ -69,6 +72,15 @@ def seen(tensor: torch.Tensor, packed: bool, rows: int | None = None) -> tuple[t
         return (1, heads, total, width), (stride[0], stride[1], stride[0], 1)
     batch, length, heads, width = tensor.shape
     return (batch, heads, length if rows is None else max(1, rows), width), (stride[0], stride[2], stride[1], 1)
+
+
+def together(described: Described, heads: int) -> Described:
+    """Returns shape and strides, as `seen` describes them, of a tensor whose tiles `heads` heads share: batch, group of
+    these heads, row, head of the group, column."""
+    if heads == 1:
+        return described
+    (batch, many, rows, width), (of_batch, of_head, of_row, of_column) = described
+    return (batch, many // heads, rows, heads, width), (of_batch, heads * of_head, of_row, of_head, of_column)
 
 
 def bias_kind(bias: torch.Tensor | None) -> str:
@@ -134,7 +146,7 @@ def score_units(problem: AttentionProblem) -> tuple[float, float]:
     return problem.softmax_scale * LOG2_E, 0.0
 
 
-def options_of(problem: AttentionProblem) -> dict[str, bool]:
+def options_of(problem: AttentionProblem) -> dict[str, int | bool]:
     """Returns the compile-time constants of `visible.Options` that follow from the call, by name."""
     features = arguments.feature_constants(problem)
     return {
@@ -162,12 +174,12 @@ def heads_in_l2(problem: AttentionProblem, heads: int, tiles: int, bytes_of_head
 
 
 def of_schedule(
-    problem: AttentionProblem, operands: AnyOperands, tiles: int, parts: int, block_m: int, size: int
+    problem: AttentionProblem, operands: AnyOperands, tiles: int, parts: int, block_m: int, size: int, together: int = 1
 ) -> list[int]:
     """Returns the numbers of `groups.Queries` and `groups.Schedule`, and the window, in their order. `parts` blocks
-    share a head; an element has `size` bytes."""
-    group_size = problem.num_heads_q // problem.num_heads_kv
-    heads = problem.num_heads_q * parts
+    share a head, or `together` heads share a tile of `block_m` rows; an element has `size` bytes."""
+    group_size = problem.num_heads_q // problem.num_heads_kv // together
+    heads = problem.num_heads_q * parts // together
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
     return [
         arguments.slope_strides(operands.alibi_slopes)[0],
@@ -176,7 +188,7 @@ def of_schedule(
         heads,
         group_size,
         problem.batch,
-        -(-problem.seqlen_q // block_m),
+        -(-problem.seqlen_q * together // block_m),
         heads_in_l2(problem, heads, tiles, kv_bytes, group_size * parts),
         problem.seqlen_q,
         problem.seqlen_k,

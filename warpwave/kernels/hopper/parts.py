@@ -11,6 +11,8 @@ one result per piece.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+import math
+
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     constexpr_function,
@@ -210,10 +212,16 @@ def like(per_row, x):
     return gl.convert_layout(per_row, gl.SliceLayout(1, x.type.layout))[:, None]
 
 
+@constexpr_function
+def rows_of(piece):
+    """Returns the rows of a tile as TMA copies it."""
+    return math.prod(int(size) for size in piece.shape[:-1])
+
+
 @jit
 def matrix(piece):
-    """Returns TMA's [1, 1, rows, width] as a matrix."""
-    return piece.reshape([piece.shape[-2], piece.shape[-1]])
+    """Returns TMA's [..., rows, width] as a matrix."""
+    return piece.reshape([rows_of(piece), piece.shape[-1]])
 
 
 @jit

@@ -1,7 +1,8 @@
 """Rows past the end of a packed sequence: those of a loaded tile are zeroed in shared memory, and those of out are not
 stored."""
 
-from warpwave.kernels.hopper.parts import ROWS, first_column, halves_of, matrix
+from warpwave.kernels.hopper.parts import first_column, halves_of, matrix
+from warpwave.kernels.hopper.visible import place_of_queries, queries_of_group
 from warpwave.runtime.gluon_or_stub import (
     block_barrier,
     constexpr_function,
@@ -131,24 +132,26 @@ def store_piece(tile, I: gl.constexpr, out_maps, out_ptr, work, row, num_heads, 
     """Stores piece I of the output from shared memory."""
     if rules.IS_VARLEN:
         rows_left = work.seqlen_q - row
-        if rows_left >= ROWS:
-            tma_store(out_maps[I], [0, work.head, work.q_begin + row, first_column(out_maps, I)], tile)
+        if rows_left >= queries_of_group(rules):
+            place = place_of_queries(0, work.head, work.q_begin + row, first_column(out_maps, I), rules)
+            tma_store(out_maps[I], place, tile)
         else:
             store_rows(
                 matrix(tile), out_ptr, work.q_begin + row, rows_left, work.head, num_heads,
-                out_maps[I].shape[3].to(gl.int64), first_column(out_maps, I),
+                out_maps[I].shape[-1].to(gl.int64), first_column(out_maps, I), rules.HEADS,
             )  # fmt: skip
     else:
-        tma_store(out_maps[I], [work.batch, work.head, row, first_column(out_maps, I)], tile)
+        tma_store(out_maps[I], place_of_queries(work.batch, work.head, row, first_column(out_maps, I), rules), tile)
 
 
 @jit
-def store_rows(x, out_ptr, row, rows_left, head, num_heads, head_dim_v, column):
-    """Stores the first rows of a piece to one head of a contiguous (total_q, num_heads, head_dim_v), from `column`
-    on."""
+def store_rows(x, out_ptr, query, queries_left, head, num_heads, head_dim_v, column, HEADS: gl.constexpr):
+    """Stores the first queries of a piece, with HEADS heads each, to a contiguous (total_q, num_heads * HEADS,
+    head_dim_v), from `column` on. `head` counts HEADS heads as one."""
     layout: gl.constexpr = row_vectors(x.shape[1])
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    offsets = ((row + rows).to(gl.int64) * num_heads + head)[:, None] * head_dim_v + columns[None, :]
-    inside = (rows < rows_left)[:, None] & (columns < head_dim_v)[None, :]
+    lines = ((query + rows // HEADS).to(gl.int64) * num_heads + head) * HEADS + rows % HEADS
+    offsets = lines[:, None] * head_dim_v + columns[None, :]
+    inside = (rows < queries_left * HEADS)[:, None] & (columns < head_dim_v)[None, :]
     gl.store(out_ptr + offsets, x.load(layout), mask=inside)

@@ -6,6 +6,7 @@ communicates only when its own scores rise: `settled_maximum`, `own_probabilitie
 """
 
 from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh, tanh_of_tile
+from warpwave.kernels.hopper.visible import heads_of_rows
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit
 
 # Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
@@ -33,7 +34,7 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
         scale = 1.0
     if rules.HAS_ALIBI or AT_EDGE:
         key_first = keys.begin + tile * rules.BLOCK_N
-        rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // rules.HEADS
         columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
         if rules.HAS_ALIBI:
             own_key = rows + (place.offset - key_first)
@@ -254,9 +255,10 @@ def factors_of_out(l_row, l_out, factor, rules):
 
 @jit
 def store_lse(m_i, l_row, lse_ptr, stride_lb, stride_lh, work, row_first, rules):
-    """Stores the log-sum-exp of 64 rows, from `row_first` on."""
-    rows = row_first + gl.arange(0, ROWS, l_row.type.layout)
-    first = work.head.to(gl.int64) * stride_lh + work.q_begin
+    """Stores the log-sum-exp of 64 rows, from query `row_first` on."""
+    rows = gl.arange(0, ROWS, l_row.type.layout)
+    queries = row_first + rows // rules.HEADS
+    first = heads_of_rows(work.head, rows, rules).to(gl.int64) * stride_lh + work.q_begin
     if not rules.IS_VARLEN:
         first += work.batch.to(gl.int64) * stride_lb
-    gl.store(lse_ptr + first + rows, natural_lse(m_i, l_row), mask=rows < work.seqlen_q)
+    gl.store(lse_ptr + first + queries, natural_lse(m_i, l_row), mask=queries < work.seqlen_q)

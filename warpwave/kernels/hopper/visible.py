@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from warpwave.kernels.hopper.dropout import PERIOD, has_dropout
 from warpwave.kernels.hopper.parts import ROWS
-from warpwave.runtime.gluon_or_stub import aggregate, gl, jit
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 
 class Options(NamedTuple):
@@ -30,6 +30,7 @@ class Options(NamedTuple):
     VALUES_FIRST: gl.constexpr
     PARTS: gl.constexpr  # of a float32 operand: 1 or 2 of float16, 3 of bfloat16; 1 for 16-bit types
     HEAD_DIM_V: gl.constexpr  # in float32; 0 for 16-bit types
+    HEADS: gl.constexpr  # query heads of a kv head whose rows alternate in a tile of queries
 
 
 @aggregate
@@ -40,6 +41,42 @@ class Rules:
     ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length
     dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
     factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
+
+
+@constexpr_function
+def queries_of_group(rules):
+    """Returns the queries of a consumer warpgroup's rows: row r is query r // HEADS of head r % HEADS."""
+    return int(ROWS) // int(rules.HEADS)
+
+
+@constexpr_function
+def queries_of_block(rules):
+    """Returns the queries of a block's rows."""
+    return queries_of_group(rules) * int(rules.GROUPS)
+
+
+@jit
+def first_query(work, GROUP: gl.constexpr, rules):
+    """Returns the first query of a consumer."""
+    return (work.tile * rules.GROUPS + GROUP) * queries_of_group(rules)
+
+
+@jit
+def heads_of_rows(head, rows, rules):
+    """Returns the query head of each row. `head` counts as in `scheduler.Work`: HEADS heads are one."""
+    if rules.HEADS > 1:
+        head = head * rules.HEADS + rows % rules.HEADS
+    return head
+
+
+@jit
+def place_of_queries(batch, head, query, column, rules):
+    """Returns where a tile of queries begins in a tensor map, whose axes are (batch, head, query, head of the tile,
+    column) if several heads share a tile."""
+    if rules.HEADS > 1:
+        return batch, head, query, 0, column
+    else:
+        return batch, head, query, column
 
 
 @aggregate
@@ -92,8 +129,8 @@ def tiles_seen(keys, row_first, row_last, rules):
 def tiles_of_block(keys, work, rules):
     """Returns the key tiles loaded for a block of queries: those that its rows see, or one fully masked tile if they
     see nothing, so that all blocks run the same code."""
-    row_first = work.tile * ROWS * rules.GROUPS
-    row_last = gl.minimum(row_first + ROWS * rules.GROUPS, work.seqlen_q) - 1
+    row_first = work.tile * queries_of_block(rules)
+    row_last = gl.minimum(row_first + queries_of_block(rules), work.seqlen_q) - 1
     begin, end = tiles_seen(keys, row_first, row_last, rules)
     none = end <= begin
     return gl.where(none, 0, begin), gl.where(none, 1, end)
@@ -117,8 +154,8 @@ def place_of_group(work, keys, block_begin, block_end, GROUP: gl.constexpr, rule
         begin, end: key tiles to process, at least one.
         whole_begin, whole_end: the tiles among them that need no mask. `end - 1` is excluded and always masked.
     """
-    row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
-    row_last = gl.minimum(row_first + ROWS, work.seqlen_q) - 1
+    row_first = first_query(work, GROUP, rules)
+    row_last = gl.minimum(row_first + queries_of_group(rules), work.seqlen_q) - 1
     begin, end = tiles_seen(keys, row_first, row_last, rules)
     end = gl.minimum(gl.maximum(end, block_begin + 1), block_end)
     begin = gl.minimum(gl.maximum(begin, block_begin), end - 1)

@@ -102,22 +102,23 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     float32 it includes what the preceding launches read, and the parts that they write."""
     size, size_v, size_out = (DTYPE_BYTES[x] for x in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
     width, width_v = map(sum, row_pieces(problem, config))
-    visited = walk(problem, config.block_m, config.block_n, from_first=True).tiles
+    visited = walk(problem, config.block_m, config.block_n, config.heads, from_first=True).tiles
     # A warpgroup skips its tiles when all its rows lie past the end of the sequence.
     of_groups = config.block_m // config.groups
-    busy = sum(-(-q // of_groups) for q, _ in problem.items())
-    busy_share = busy / max(1, config.groups * sum(-(-q // config.block_m) for q, _ in problem.items()))
+    rows = [q * config.heads for q, _ in problem.items()]
+    busy = sum(-(-many // of_groups) for many in rows)
+    busy_share = busy / max(1, config.groups * sum(-(-many // config.block_m) for many in rows))
     scores = int(visited * config.block_m * config.block_n * busy_share)
-    rows = problem.rows * problem.num_heads_q
+    of_heads = problem.rows * problem.num_heads_q
     q_bytes, k_bytes = size * problem.head_dim, size * (problem.head_dim + problem.head_dim_v)
     workspace = split_reads = 0
     launches = 1
     if problem.dtype == "float32":
         arithmetic = precision.arithmetic(problem, gpu, ABLE)
         keys = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
-        split_reads = rows * q_bytes + keys * k_bytes
+        split_reads = of_heads * q_bytes + keys * k_bytes
         q_bytes, k_bytes = 2 * PARTS.get(arithmetic, 1) * width, 2 * PARTS.get(arithmetic, 1) * (width + width_v)
-        workspace = rows * q_bytes + keys * k_bytes
+        workspace = of_heads * q_bytes + keys * k_bytes
         launches = 2
         if arithmetic in scale_ahead.PARTS:
             many_inverses, many_maxima = scale_ahead.workspace_floats(problem)
@@ -127,26 +128,26 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
                 split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
     if problem.dtype != "float32":  # as TMA copies them: 80 columns of 16 bits take as long as 176
         k_bytes = line_bytes(size * problem.head_dim) + line_bytes(size_v * problem.head_dim_v)
-    reads = rows * q_bytes + visited * config.block_n * k_bytes
+    reads = of_heads * q_bytes + visited * config.block_n * k_bytes
     if problem.mask_shape is not None:  # a preceding launch packs the mask into bits
         split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
         reads += scores // 8
     if has_bias_cells(problem):
         reads += scores * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
-    of_tiles = walk(problem, config.block_m, config.block_n)
+    of_tiles = walk(problem, config.block_m, config.block_n, config.heads)
     attend = Cost(
-        blocks=min(query_tiles(problem, config.block_m), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),
+        blocks=min(query_tiles(problem, config.block_m, config.heads), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
         read_bytes=reads,
-        write_bytes=rows * (problem.head_dim_v * size_out + (4 if problem.return_lse else 0)),
+        write_bytes=of_heads * (problem.head_dim_v * size_out + (4 if problem.return_lse else 0)),
         smem_bytes=smem_bytes(problem, gpu, config),
         workspace_bytes=workspace,
         scratch_bytes=reads if workspace else 0,
         items=max(1, of_tiles.items),
         steps=visited,
         longest=max(1, of_tiles.longest),
-        order=launch_order(problem, config.block_m, config.block_n) if problem.packed else (),
+        order=launch_order(problem, config.block_m, config.block_n, config.heads) if problem.packed else (),
         cut=of_tiles.cut,
         trips=5 if problem.packed else 0,  # each role loads the sequence offsets, then those of its tile
         threads=128 * (config.groups + 1),
@@ -171,7 +172,7 @@ def _in_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether three warpgroups multiply together and take exponentials together instead of alternating. This
     happens with one tile a block, at head sizes where both take equally long: the warpgroups start together, and only
     later tiles would shift them apart (H200: 7 to 20 steps of 1.8 us each; long runs of tiles take 1.3)."""
-    tiles = query_tiles(problem, config.block_m)
+    tiles = query_tiles(problem, config.block_m, config.heads)
     return config.groups == 3 and problem.head_dim <= 64 and tiles <= (gpu.num_sms or NUM_SMS) * config.blocks_per_sm
 
 

@@ -8,6 +8,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
+from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
@@ -34,6 +35,8 @@ class Config:
                 64 queries per block.
             narrowest_v: columns of the narrowest piece of a row of V: 16, 32 or 64. With wider ones rows are padded
                 with zeros: 112 is 64 + 32 + 16, or one piece of 128.
+            heads: query heads of a kv head that share a tile (`pack_gqa` of FlashAttention): a power of two up to 64.
+                A tile then holds `block_m / heads` queries of each.
     """
 
     block_m: int
@@ -41,6 +44,7 @@ class Config:
     num_stages: int
     blocks_per_sm: int = 1
     narrowest_v: int = 16
+    heads: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -48,6 +52,7 @@ class Config:
             ("block_n", (32, 64, 128)),
             ("blocks_per_sm", (1, 2, 3)),
             ("narrowest_v", (16, 32, 64)),
+            ("heads", (1, 2, 4, 8, 16, 32, 64)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
@@ -71,11 +76,23 @@ def num_parts(problem: AttentionProblem, gpu: Gpu) -> int:
     return PARTS.get(precision.arithmetic(problem, gpu, ABLE), 0)
 
 
-def query_tiles(problem: AttentionProblem, block_m: int) -> int:
-    """Returns the number of query tiles in the schedule, over all heads and sequences."""
+def query_tiles(problem: AttentionProblem, block_m: int, heads: int = 1) -> int:
+    """Returns the number of query tiles in the schedule, over all heads and sequences, if `heads` heads share a
+    tile."""
     if problem.packed:
-        return (problem.total_q // block_m + problem.batch) * problem.num_heads_q
-    return -(-problem.seqlen_q // block_m) * problem.num_heads_q * problem.batch
+        return (problem.total_q * heads // block_m + problem.batch) * (problem.num_heads_q // heads)
+    return -(-problem.seqlen_q * heads // block_m) * (problem.num_heads_q // heads) * problem.batch
+
+
+@by_kind
+def heads_together(problem: AttentionProblem) -> int:
+    """Returns the most heads that can share a tile: the largest power of two, up to 64, that divides the group of a kv
+    head; 1 if something differs between the heads of a group, or if operands have parts or factors."""
+    beside = (problem.mask_shape, problem.bias_shape, problem.alibi_shape)
+    if problem.dtype == "float32" or problem.is_quantized or problem.dropout_p or any(x is not None for x in beside):
+        return 1
+    group = problem.num_heads_q // problem.num_heads_kv
+    return min(group & -group, ROWS.value)
 
 
 # Resources of an SM ---------------------------------------------------------------------------------------------------
@@ -181,11 +198,12 @@ def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config],
     other = next(iter(fitting(problem, gpu)), None)
     call = Call(problem, gpu)
     rows = undecided(_table(call), call)
-    return [(rule, next((_padded(call, c) for c in rule.choices if _runs(problem, gpu, c)), other)) for rule in rows]
+    return [(rule, next((_completed(call, c) for c in rule.choices if _runs(problem, gpu, c)), other)) for rule in rows]
 
 
-def _padded(call: Call, config: Config) -> Config:
-    """Returns the config with rows of V in wider pieces if that is faster, and fits."""
+def _completed(call: Call, config: Config) -> Config:
+    """Returns the config with heads that share tiles, and rows of V in wider pieces if that is faster and fits."""
+    config = replace(config, heads=call.heads)
     wider = replace(config, narrowest_v=64)
     return wider if call.pads_values and _runs(call.problem, call.gpu, wider) else config
 
@@ -198,7 +216,7 @@ def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def _space(problem: AttentionProblem, parts: int) -> list[Config]:
     return [
-        Config(block_m, block_n, num_stages, blocks_per_sm)
+        Config(block_m, block_n, num_stages, blocks_per_sm, heads=heads_together(problem))
         for block_m in (64, 128, 192)
         for block_n in ((32, 64, 128) if parts > 1 or _width(problem) > 256 else (64, 128))
         for num_stages in ((1, 2, 3) if parts > 1 else (2, 3, 4))
@@ -244,15 +262,16 @@ class Call:
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
         self.width, self.width_v, self.parts, self.bias_bytes = _facts(problem, gpu)
+        self.heads = heads_together(problem)
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the queries that the busiest SM processes if all blocks take equally long."""
-        return -(-query_tiles(self.problem, block_m) // self.num_sms) * block_m
+        return -(-query_tiles(self.problem, block_m, self.heads) // self.num_sms) * block_m
 
     @property
     def is_one_wave(self) -> bool:
         """Returns whether blocks of 128 queries all run at once."""
-        return query_tiles(self.problem, 128) <= self.num_sms
+        return query_tiles(self.problem, 128, self.heads) <= self.num_sms
 
     @property
     def is_uneven(self) -> bool:
@@ -278,7 +297,7 @@ class Call:
         """Returns whether all queries of a sequence fit one block of 64 queries, with more such blocks than SMs, in 16
         bits without mask or bias."""
         p = self.problem
-        is_short = p.seqlen_q <= 64 and query_tiles(p, 64) > self.num_sms
+        is_short = p.seqlen_q * self.heads <= 64 and query_tiles(p, 64, self.heads) > self.num_sms
         return p.dtype != "float32" and p.mask_shape is p.bias_shape is None and is_short
 
     @property
@@ -570,7 +589,7 @@ def _table(call: Call) -> tuple[Rule[Config], ...]:
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
     rule, chosen = rule_of(problem, gpu), default(problem, gpu)
-    fits = chosen is not None and replace(chosen, narrowest_v=16) in rule.choices
+    fits = chosen is not None and replace(chosen, narrowest_v=16, heads=1) in rule.choices
     found = rules.notes([rule], config == chosen, fits)
     if config.narrowest_v > 16:
         of_values = " + ".join(map(str, row_pieces(problem, config)[1]))

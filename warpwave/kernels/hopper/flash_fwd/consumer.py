@@ -69,7 +69,15 @@ from warpwave.kernels.hopper.split_float32 import (
     store_float32,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
+from warpwave.kernels.hopper.visible import (
+    Place,
+    Rules,
+    first_query,
+    heads_of_rows,
+    keys_of_sequence,
+    place_of_group,
+    tiles_of_block,
+)
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     gl,
@@ -392,7 +400,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
         work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
-        row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
+        row_first = first_query(work, GROUP, rules)
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         l_out = l_row
         if rules.PARTS == 1:
@@ -400,7 +408,8 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         far = is_far(m_i)  # the sink's logit does not come from the bias
         if rules.HAS_SINKS:
-            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, gl.load(queries.sinks_ptr + work.head) * LOG2_E)
+            sink = gl.load(queries.sinks_ptr + heads_of_rows(work.head, gl.arange(0, ROWS, row_layout), rules)) * LOG2_E
+            m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, sink)
         saw_nothing, factor = factors_of_out(l_row, l_out, factor, rules)
         if has_dropout(rules.dropout):
             factor = factor * rules.dropout.scale

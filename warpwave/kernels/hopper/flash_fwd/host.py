@@ -19,6 +19,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     NUM_SMS,
     Config,
     configs,
+    heads_together,
     num_parts,
     out_columns,
     out_pieces,
@@ -156,9 +157,11 @@ def _launcher(
         seen += (((1, heads, problem.total_q, width), (row, width, row, 1)),)
     else:
         seen += (((problem.batch, heads, problem.seqlen_q, width), (problem.seqlen_q * row, width, row, 1)),)
+    seen[0], seen[3] = host.together(seen[0], config.heads), host.together(seen[3], config.heads)
     maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
-    tiles = query_tiles(problem, config.block_m)
-    scalars = [*host.of_schedule(problem, operands, tiles, 1, config.block_m, 2), *known.scalars]
+    tiles = query_tiles(problem, config.block_m, config.heads)
+    schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
+    scalars = [*schedule, *known.scalars]
     return known.family.launcher(min(tiles, known.sms * config.blocks_per_sm), scalars, maps)
 
 
@@ -224,9 +227,11 @@ def _plans(
     of_keys, of_values = row_pieces(problem, config)
     widths = (of_keys, of_keys, of_values, out_pieces(problem, config))
     for source, (tensor, parts) in enumerate(zip((*operands[:3], out), widths, strict=True)):
-        rows = host.keys_end(problem) if source in (1, 2) else None
-        shape, strides = host.seen(tensor, problem.packed, rows)
-        plans += host.piece_maps(source, shape, strides, config.block_n if source in (1, 2) else ROWS.value, parts)
+        if source in (1, 2):
+            described, rows = host.seen(tensor, problem.packed, host.keys_end(problem)), config.block_n
+        else:
+            described, rows = host.together(host.seen(tensor, problem.packed), config.heads), ROWS.value
+        plans += host.piece_maps(source, *described, rows, parts)
     return [*plans, _bias_plan(operands.bias, config)]
 
 
@@ -282,6 +287,7 @@ def _specify_16_bits(
 ) -> tuple[launch.Launch, ...]:
     """Returns the launch, after the launch that packs a boolean mask if there is one."""
     _refuse_one_stage(problem, config)
+    _refuse_heads(problem, config)
     sources = (*operands[:3], out)
     before, words = [], None
     if operands.mask is not None:
@@ -297,6 +303,16 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
             f"{config} cannot run {problem.describe()}",
             {NAME: ["num_stages is 1; it must be at least 2: K comes one tile ahead of V where tiles overlap"]},
             "num_stages=2",
+        )
+
+
+def _refuse_heads(problem: AttentionProblem, config: Config) -> None:
+    most = heads_together(problem)
+    if config.heads > most:
+        raise UnsupportedProblem(
+            f"{config} cannot run {problem.describe()}",
+            {NAME: [f"heads is {config.heads}; at most {most} heads of this call can share a tile"]},
+            f"heads={most}",
         )
 
 
@@ -344,7 +360,7 @@ def _specify(
     out_ptr = out if problem.packed or problem.dtype == "float32" else None
     tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
-    tiles = query_tiles(problem, config.block_m)
+    tiles = query_tiles(problem, config.block_m, config.heads)
     sms = gpu.num_sms or NUM_SMS
     others = (words, operands.bias, inverses, operands.dropout_seed, *_factors(operands))
     return launch.Launch(
@@ -364,7 +380,7 @@ def _specify(
 
 def _scalars(problem: AttentionProblem, operands: AnyOperands, config: Config, tiles: int, parts: int) -> list[Any]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
-    schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts)
+    schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts, config.heads)
     return [*schedule, *_after_schedule(problem, operands)]
 
 
@@ -404,6 +420,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "VALUES_FIRST": values_first(problem, config),
         "PARTS": parts,
         "HEAD_DIM_V": problem.head_dim_v if problem.dtype == "float32" else 0,
+        "HEADS": config.heads,
         **host.options_of(problem),
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,

@@ -304,7 +304,7 @@ def hide_by_position(scores, tile, place, keys, rules):
     """
     layout: gl.constexpr = beside_an_accumulator(zero_accumulator(rules.BLOCK_N)).type.layout
     of_words: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
-    rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, of_words))
+    rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, of_words)) // rules.HEADS
     columns = 2 * gl.arange(0, 4, gl.SliceLayout(0, of_words))
     key_first = keys.begin + tile * rules.BLOCK_N
     words = ~bits_below((rows + (keys.low - key_first))[:, None] - columns[None, :], rules.BLOCK_N)

@@ -17,7 +17,6 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
 )
 from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
-    ROWS,
     Ring,
     drain,
     first_column,
@@ -28,7 +27,14 @@ from warpwave.kernels.hopper.split_float32 import (
     is_scaled,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.visible import Rules, keys_of_sequence, tiles_of_block
+from warpwave.kernels.hopper.visible import (
+    Rules,
+    keys_of_sequence,
+    place_of_queries,
+    queries_of_block,
+    queries_of_group,
+    tiles_of_block,
+)
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     gl,
@@ -79,8 +85,8 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
         tile = t
         if is_added(beside):
             tile = gl.minimum(t, schedule.num_tiles - 1)  # there may be no tile left to draw
-        work = scheduler.tile_of(schedule, queries, tile, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
-        is_work = scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN)
+        work = scheduler.tile_of(schedule, queries, tile, queries_of_block(rules), rules.HAS_HIGH, rules.IS_VARLEN)
+        is_work = scheduler.is_work(work, queries_of_block(rules), rules.IS_VARLEN)
         if is_added(beside):
             level = gl.to_tensor(0)
             answers = (known < messages - 1) | ((known < messages) & (t >= schedule.num_tiles))
@@ -141,7 +147,7 @@ def load_block(role, work, kv_head, n, messages):
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
-    row = work.q_begin + work.tile * ROWS * rules.GROUPS
+    row = work.q_begin + work.tile * queries_of_block(rules)
     key = work.k_begin + keys.begin
     load_keys(role.k_ring, role.k_maps, n, work, batch, kv_head, key + (end - 1) * rules.BLOCK_N, beside, rules)
     load_queries(role, batch, work, row, messages)
@@ -167,7 +173,8 @@ def load_queries(role, batch, work, row, messages):
         mbarrier.expect(role.q_full.index(g), tile_bytes(role.q_maps) * rules.PARTS)
         for part in gl.static_range(rules.PARTS):
             for i in gl.static_range(len(role.q_maps)):
-                place = [batch, work.head * rules.PARTS + part, row + g * ROWS, first_column(role.q_maps, i)]
+                head, query = work.head * rules.PARTS + part, row + g * queries_of_group(rules)
+                place = place_of_queries(batch, head, query, first_column(role.q_maps, i), rules)
                 tma_load(role.q_maps[i], place, role.q_full.index(g), role.q_tiles[i].index(g * rules.PARTS + part))
 
 
@@ -192,7 +199,7 @@ def load_masked_block(role, work, kv_head, n, messages, bits):
     tile = gl.maximum(tile, begin)
     key = keys.begin + tile * rules.BLOCK_N
     load_keys(role.k_ring, role.k_maps, n, work, work.batch, kv_head, key, beside, rules)
-    row = work.tile * ROWS * rules.GROUPS
+    row = work.tile * queries_of_block(rules)
     load_queries(role, work.batch, work, row, messages)
     tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
     while tile >= begin:

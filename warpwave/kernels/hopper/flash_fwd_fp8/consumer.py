@@ -49,7 +49,14 @@ from warpwave.kernels.hopper.softmax import (
     store_lse,
     with_sink,
 )
-from warpwave.kernels.hopper.visible import Place, Rules, keys_of_sequence, place_of_group, tiles_of_block
+from warpwave.kernels.hopper.visible import (
+    Place,
+    Rules,
+    first_query,
+    keys_of_sequence,
+    place_of_group,
+    tiles_of_block,
+)
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     gl,
@@ -286,7 +293,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         n = skip_in_turn(GROUP, k_ring, v_ring, n, begin - block_begin, rules.GROUPS)
 
         work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
-        row_first = (work.tile * rules.GROUPS + GROUP) * ROWS
+        row_first = first_query(work, GROUP, rules)
         m_i = raised(m_i)
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)

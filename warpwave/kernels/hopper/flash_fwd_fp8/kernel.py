@@ -264,6 +264,7 @@ def _constants(problem: AttentionProblem, config: Config) -> dict[str, int | boo
         "VALUES_FIRST": True,
         "PARTS": 1,
         "HEAD_DIM_V": 0,
+        "HEADS": 1,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
     }

@@ -4,9 +4,9 @@ consumers, and keeps the rings of K and V full; tiles of V are [columns, keys], 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_fwd.producer import load_queries
 from warpwave.kernels.hopper.groups import Queries, Schedule
-from warpwave.kernels.hopper.parts import ROWS, load_tile, tile_bytes
+from warpwave.kernels.hopper.parts import load_tile, tile_bytes
 from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
-from warpwave.kernels.hopper.visible import keys_of_sequence, tiles_of_block
+from warpwave.kernels.hopper.visible import keys_of_sequence, queries_of_block, tiles_of_block
 from warpwave.kernels.prepass.transpose_values import KEYS
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, mbarrier, tma_load
 
@@ -21,8 +21,8 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
     messages = 0
     t = gl.program_id(0)
     while t < schedule.num_tiles:
-        work = scheduler.tile_of(schedule, queries, t, ROWS * rules.GROUPS, rules.HAS_HIGH, rules.IS_VARLEN)
-        if scheduler.is_work(work, ROWS * rules.GROUPS, rules.IS_VARLEN):
+        work = scheduler.tile_of(schedule, queries, t, queries_of_block(rules), rules.HAS_HIGH, rules.IS_VARLEN)
+        if scheduler.is_work(work, queries_of_block(rules), rules.IS_VARLEN):
             scheduler.post(box, messages, work, rules.IS_VARLEN)
             n = load_block(role, work, work.head // schedule.group_size, n, messages)
             messages += 1
@@ -50,7 +50,7 @@ def load_block(role, work, kv_head, n, messages):
         first = first + (work.k_begin // KEYS + work.batch) * KEYS
     key = work.k_begin + keys.begin
     load_tile(role.k_ring, role.k_maps, n, batch, kv_head, key + (end - 1) * rules.BLOCK_N)
-    load_queries(role, batch, work, work.q_begin + work.tile * ROWS * rules.GROUPS, messages)
+    load_queries(role, batch, work, work.q_begin + work.tile * queries_of_block(rules), messages)
     for j in range(1, end - begin):
         tile = end - j
         load_tile(role.k_ring, role.k_maps, n + 1, batch, kv_head, key + (tile - 1) * rules.BLOCK_N)

@@ -101,7 +101,7 @@ def hopper_large_head_dim_kernel(
     """
     rules = Rules((
         window_left, window_right, scale, softcap_log2, 1, roles.KEYS, HAS_LOW, HAS_HIGH, TOP_LEFT, HAS_ALIBI,
-        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, False, False, 1, 0,
+        HAS_SOFTCAP, HAS_SINKS, IS_VARLEN, WRITE_LSE, False, False, 1, 0, 1,
     ))  # type: ignore[arg-type]  # fmt: skip
     dtype: gl.constexpr = k_map.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [widths.K_CHUNKS] + q_map.block_type.shape, q_map.layout)
