@@ -83,6 +83,11 @@ HOPPER_MASKS = [
         f"{ON_CPU}test_keys_of_a_window_are_counted_on_a_cpu", "60 and 64", "torch.equal",
     ),
     Mutant(
+        "Hopper: the log-sum-exp of another head of a tile", "kernels/hopper/visible.py",
+        "head * rules.HEADS + rows % rules.HEADS", "head * rules.HEADS + 0 * rows",
+        f"{ON_CPU}test_heads_that_share_tiles_on_a_cpu", "full and 4", "gates fail",
+    ),
+    Mutant(
         "bits of a mask in another order", "kernels/prepass/mask_bits.py",
         "column // 8 % 4 * 2 + column % 2", "column // 8 % 4 + column % 2 * 4",
         "../kernels/test_mask_bits.py::test_every_cell_has_its_bit", "", "torch.equal",
@@ -226,7 +231,7 @@ HOPPER = [
     ),
     Mutant(
         "Hopper: rows stored into the next packed sequence", "kernels/hopper/rows.py",
-        "inside = (rows < rows_left)", "inside = (rows < rows_left + 8)",
+        "inside = (rows < queries_left * HEADS)", "inside = (rows < queries_left * HEADS + 8)",
         "test_pairs.py::test_packed_equals_single_calls", "hopper", "bits(", needs_gpu=True,
     ),
     Mutant(

@@ -126,7 +126,7 @@ def test_configs_check_themselves(changes: dict[str, int]) -> None:
         flash_fwd.Config(**({"block_m": 64, "block_n": 64, "num_stages": 2} | changes))
 
 
-LARGE = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, batch=4, num_heads_q=16)
+LARGE = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, batch=4, num_heads_q=16, num_heads_kv=16)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +264,48 @@ def test_a_single_stage_is_for_several_parts() -> None:
         attend = launches[-1]
         assert attend.constants["STAGES"] == 1 and attend.constants["PARTS"] == parts
         assert launches[-2].constants["PARTS"] == parts
+
+
+@pytest.mark.parametrize(
+    ("heads", "change", "together"),
+    [
+        ((8, 2), {"causal": Causal(), "window_size": (100, 0)}, 4),
+        ((8, 2), {"has_sinks": True, "softcap": 30.0}, 4),
+        ((12, 2), {}, 2),
+        ((12, 4), {}, 1),
+        ((128, 1), {"packed": True, "total_q": 1900, "total_k": 1900}, 64),
+        ((8, 8), {}, 1),
+        ((8, 2), {"alibi_shape": (1, 8)}, 1),
+        ((8, 2), {"mask_shape": (1, 1, 1, 1000)}, 1),
+        ((8, 2), {"bias_shape": (1, 1, 1, 1000), "bias_dtype": "bfloat16"}, 1),
+        ((8, 2), {"dropout_p": 0.1}, 1),
+        ((8, 2), {"dtype": "float32", "precision": "tf32"}, 1),
+        ((8, 2), {"dtype": "int8", "dtype_v": "bfloat16", "dtype_out": "bfloat16", "descale_blocks": (0, 0, 0)}, 1),
+    ],
+    ids=str,
+)
+def test_heads_that_share_tiles(heads: tuple[int, int], change: dict[str, Any], together: int) -> None:
+    problem = replace(PROBLEM, num_heads_q=heads[0], num_heads_kv=heads[1], **change)
+    assert {config.heads for config in flash_fwd.configs(problem, H200)} == {together}
+
+
+def test_more_heads_than_can_share_a_tile_are_refused() -> None:
+    for change, most in (({"num_heads_kv": 4}, 2), ({"alibi_shape": (1, 8)}, 1)):
+        problem = replace(PROBLEM, **change)
+        operands = operands_without_memory(problem)
+        with pytest.raises(UnsupportedProblem, match=f"heads is 4; at most {most} heads"):
+            flash_fwd.specify(problem, H200, operands, operands.q, None, flash_fwd.Config(128, 64, 2, heads=4))
+    with pytest.raises(ValueError, match="heads is 3"):
+        flash_fwd.Config(128, 64, 2, heads=3)
+
+
+def test_heads_that_share_tiles_leave_fewer_rows_empty() -> None:
+    """144 queries of 8 heads fill 9 tiles of 128 rows. One head a tile, they take 16, and 8 warpgroups skip theirs."""
+    problem = replace(PROBLEM, seqlen_q=144, num_heads_q=16, batch=1)
+    together, apart = (
+        flash_fwd.cost(problem, H200, flash_fwd.Config(128, 64, 2, heads=heads)) for heads in (8, 1)
+    )
+    assert (together.items, apart.items) == (18, 32) and 4 * together.flops == 3 * apart.flops
 
 
 @pytest.mark.parametrize(
@@ -428,8 +470,9 @@ def test_explain_prints_the_row_that_decided() -> None:
     problem = replace(PROBLEM, batch=16, head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, causal=Causal())
     config = flash_fwd_configs.default(problem, H200)
     assert config is not None
-    (said,) = flash_fwd_configs.notes(problem, H200, config)
+    said, of_heads = flash_fwd_configs.notes(problem, H200, config)
     assert "at most 2,048 keys a query" in said and flash_fwd_configs.MASKS in said
+    assert "4 query heads of a kv head share a tile" in of_heads and flash_fwd_configs.TOGETHER in of_heads
     assert "at most 2,048 keys a query" in " ".join(str(explain(problem, gpu=H200)).split())
     (said,) = flash_fwd_configs.notes(problem, H200, flash_fwd_configs.Config(128, 128, 2))
     assert "another config" in said

@@ -94,6 +94,11 @@ def test_heads_that_run_together() -> None:
     assert host.heads_in_l2(dense, 32, 32 * 128, of_head) == 4  # of 128, as many as 32 MiB hold
     assert host.heads_in_l2(dense, 32, 32 * 128, of_head, sharing=4) == 16
     assert host.heads_in_l2(dense, 32, 32 * 128, 1) == 4 * 32
+    # Queries and outputs take room in L2 too, unless less than two blocks an SM would be left.
+    assert host.heads_in_l2(dense, 32, 128 * 128, of_head, bytes_beside=of_head) == 3
+    assert host.heads_in_l2(dense, 32, 128 * 264, of_head, bytes_beside=of_head) == 2
+    assert host.heads_in_l2(dense, 32, 128 * 20, of_head, bytes_beside=of_head) == 4
+    assert host.heads_in_l2(dense, 32, 128 * 20, of_head, sharing=4, bytes_beside=of_head) == 16
     assert host.heads_in_l2(packed, 32, 32 * 1056, of_head) == 4
     assert host.heads_in_l2(packed, 32, 32 * 132, of_head) == 8  # eight blocks an SM, of 132 slots a head
     assert host.heads_in_l2(packed, 32, 32 * 128, of_head, sharing=4) == 16

@@ -16,9 +16,10 @@ from warpwave.runtime.tensor_maps import MapPlan, has_map
 
 NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
 L2_BYTES = 32 * 1024 * 1024  # for the heads that run together under a causal mask, or in a packed call
-# Minimum number of blocks per SM in a group of heads of a packed call. With 4, the longest blocks of the last group
-# started so late that the backward had 0.94 of the rate of one group (8,192 to 2,048 tokens, 32 on 8 heads).
-LEAST_BLOCKS = 8
+# Minimum number of blocks per SM in a group of heads, in a dense call and in a packed one. In packed calls, with 4, the
+# longest blocks of the last group started so late that the backward had 0.94 of the rate of one group (8,192 to 2,048
+# tokens, 32 on 8 heads). In dense calls, groups of 1.1 blocks had 0.95 of the rate of groups of 2.3 (10 heads of 9,600).
+LEAST_BLOCKS = (2, 8)
 LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width
 Described = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -157,20 +158,26 @@ def options_of(problem: AttentionProblem) -> dict[str, int | bool]:
     }
 
 
-def heads_in_l2(problem: AttentionProblem, heads: int, tiles: int, bytes_of_head: int, sharing: int = 1) -> int:
-    """Returns how many heads are scheduled together: as many as L2 holds, in a packed call at least enough for
-    LEAST_BLOCKS blocks per SM, and at most all heads, so that tiles times heads does not overflow.
+def heads_in_l2(
+    problem: AttentionProblem, heads: int, tiles: int, bytes_of_head: int, sharing: int = 1, bytes_beside: int = 0
+) -> int:
+    """Returns how many heads are scheduled together: as many as L2 holds, or more if it takes more for LEAST_BLOCKS
+    blocks per SM, and at most all heads, so that tiles times heads does not overflow.
 
     Args:
         heads, tiles: of the schedule, in a dense call the heads of a batch item.
-        bytes_of_head: of the longest sequence.
+        bytes_of_head: what the tiles of a head read again, of the longest sequence.
         sharing: heads that read the same bytes.
+        bytes_beside: what the tiles of these heads read or write once, in a dense call. It passes through L2 too; a
+            group that is enlarged for LEAST_BLOCKS leaves no room for it.
     """
-    found = max(1, L2_BYTES // max(1, bytes_of_head)) * sharing
+    most = heads if problem.packed else problem.batch * heads
+    enough = -(-LEAST_BLOCKS[problem.packed] * NUM_SMS * most // max(1, tiles))
+    enough = -(-enough // sharing) * sharing
+    held = max(1, L2_BYTES // max(1, bytes_of_head)) * sharing
     if problem.packed:
-        enough = -(-LEAST_BLOCKS * NUM_SMS * heads // max(1, tiles))
-        return min(heads, max(found, -(-enough // sharing) * sharing))
-    return min(problem.batch * heads, found)
+        return min(most, max(held, enough))
+    return min(most, max(max(1, L2_BYTES // max(1, bytes_of_head + bytes_beside)) * sharing, min(held, enough)))
 
 
 def of_schedule(
@@ -180,7 +187,8 @@ def of_schedule(
     share a head, or `together` heads share a tile of `block_m` rows; an element has `size` bytes."""
     group_size = problem.num_heads_q // problem.num_heads_kv // together
     heads = problem.num_heads_q * parts // together
-    kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
+    row_bytes = (problem.head_dim + problem.head_dim_v) * size
+    of_queries = problem.seqlen_q * row_bytes * (problem.num_heads_q // problem.num_heads_kv)
     return [
         arguments.slope_strides(operands.alibi_slopes)[0],
         *arguments.lse_strides(problem),
@@ -189,7 +197,7 @@ def of_schedule(
         group_size,
         problem.batch,
         -(-problem.seqlen_q * together // block_m),
-        heads_in_l2(problem, heads, tiles, kv_bytes, group_size * parts),
+        heads_in_l2(problem, heads, tiles, problem.seqlen_k * row_bytes, group_size * parts, of_queries),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,

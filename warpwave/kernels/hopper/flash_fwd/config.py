@@ -20,6 +20,7 @@ PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
 # Widths of V whose narrow pieces are padded: products with 16 or 32 columns last about as long as with 64.
 PADDED_VALUES = (48, 112, 176)
+GAIN_OF_SHARING = "fewer rows of tiles are empty"
 GAIN_OF_PADDING = "narrower pieces take 1.07 times as long at 48, 1.04 at 176; at 112 it allows blocks of 192 queries"
 
 
@@ -28,11 +29,11 @@ class Config:
     """Tile shape and how blocks share an SM.
 
     Args:
-            block_m: queries per block, 64 per consumer warpgroup: 64, 128 or 192.
+            block_m: rows per block, 64 per consumer warpgroup: 64, 128 or 192. A row is a query of one head.
             block_n: keys per step: 32, 64 or 128.
             num_stages: K and V tiles in flight: at least 2; at least 1 if float32 operands have several parts.
             blocks_per_sm: blocks that share an SM, its registers and its shared memory: 1 to 3; more than 1 requires
-                64 queries per block.
+                64 rows per block.
             narrowest_v: columns of the narrowest piece of a row of V: 16, 32 or 64. With wider ones rows are padded
                 with zeros: 112 is 64 + 32 + 16, or one piece of 128.
             heads: query heads of a kv head that share a tile (`pack_gqa` of FlashAttention): a power of two up to 64.
@@ -345,6 +346,7 @@ OF_192 = "2026-11-22-h200-hopper-tiles-of-192.log"
 BETWEEN = "2026-11-23-h200-named-forward.jsonl"
 LOSING = "2026-11-25-h100-losing-rows.json"
 BETWEEN_SECTORS = "2026-11-26-h100-rows-between-sectors.json"
+TOGETHER = "2026-11-26-h100-heads-together.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
@@ -430,6 +432,13 @@ RULES: tuple[Rule[Config], ...] = (
         "1.07 times as fast as 128 queries at 1 x 16384 and 4 x 4096, 1.035 at 16 x 1024; causal 1.07, 1.04, 1.01; in "
         "windows 1.06 to 1.08; with a random mask 0.96; at head_dim 112, V padded, 1.15 and 1.08, causal 1.17 and 1.07",
         OF_192,
+    ),
+    Rule(
+        "head_dim 65 to 128, packed, heads of a group share tiles, and blocks of 192 queries balance over the SMs",
+        lambda c: c.width > 64 and c.problem.packed and c.heads > 1 and c.suits_192,
+        (Config(192, 64, 4),),
+        "1.04 to 1.05 times as fast as 128 x 128 in three calls of 32 on 8 heads of 128, causal and full, on an H100",
+        TOGETHER,
     ),
     Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2),), "the fastest of a sweep", TUNING),
     Rule(
@@ -594,4 +603,6 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     if config.narrowest_v > 16:
         of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
         found.append(f"rows of V are padded to {of_values} columns: {GAIN_OF_PADDING} ({BETWEEN})")
+    if config.heads > 1:
+        found.append(f"{config.heads} query heads of a kv head share a tile: {GAIN_OF_SHARING} ({TOGETHER})")
     return found
