@@ -38,6 +38,7 @@ class Config:
                 with zeros: 112 is 64 + 32 + 16, or one piece of 128.
             heads: query heads of a kv head that share a tile (`pack_gqa` of FlashAttention): a power of two up to 64.
                 A tile then holds `block_m / heads` queries of each.
+            v_stages: V tiles in flight if not as many as of K: 1, or 0 for `num_stages`.
     """
 
     block_m: int
@@ -46,6 +47,7 @@ class Config:
     blocks_per_sm: int = 1
     narrowest_v: int = 16
     heads: int = 1
+    v_stages: int = 0
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -54,6 +56,7 @@ class Config:
             ("blocks_per_sm", (1, 2, 3)),
             ("narrowest_v", (16, 32, 64)),
             ("heads", (1, 2, 4, 8, 16, 32, 64)),
+            ("v_stages", (0, 1)),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
@@ -144,10 +147,17 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1) -> int:
     width, width_v = map(sum, row_pieces(problem, config))
     of_keys = config.block_m + config.num_stages * config.block_n  # rows of Q and K
-    of_values = config.block_m * out_columns + config.num_stages * config.block_n * width_v
+    of_values = config.block_m * out_columns + (config.v_stages or config.num_stages) * config.block_n * width_v
     beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
     size = 1 if problem.is_quantized else 2 * parts
     return of_keys * width * size + of_values * 2 * parts + beside + 2048  # 2048 for barriers and reductions
+
+
+def one_tile_of_v_suffices(problem: AttentionProblem) -> bool:
+    """Returns whether a ring may have one tile of V: where the scores of a tile come before the product with the
+    previous tile's values. With a mask or bias, or 8-bit q and k, it was not tried."""
+    beside = problem.mask_shape is not None or problem.bias_shape is not None
+    return problem.dtype in ("float16", "bfloat16") and not beside and sum(pieces(problem.head_dim_v)) <= 320
 
 
 def has_bias_cells(problem: AttentionProblem) -> bool:
@@ -163,6 +173,8 @@ def values_first(problem: AttentionProblem, config: Config) -> bool:
     a bias for each score. With blocks of one warpgroup, 1.02 times if three share an SM (head_dim 64, 16 x 1024,
     causal).
     """
+    if config.v_stages:
+        return False  # the next tile of V comes after the product with this one
     if config.groups == 1 and (config.blocks_per_sm < 3 or problem.dtype == "float32"):
         return False
     return sum(row_pieces(problem, config)[1]) <= 128 and not has_bias_cells(problem)
@@ -346,6 +358,7 @@ OF_192 = "2026-11-22-h200-hopper-tiles-of-192.log"
 BETWEEN = "2026-11-23-h200-named-forward.jsonl"
 LOSING = "2026-11-25-h100-losing-rows.json"
 BETWEEN_SECTORS = "2026-11-26-h100-rows-between-sectors.json"
+ONE_TILE_OF_V = "2026-11-26-h100-one-tile-of-v.json"
 TOGETHER = "2026-11-26-h100-heads-together.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
@@ -401,6 +414,13 @@ RULES: tuple[Rule[Config], ...] = (
         "64 keys a step take 1.15 times as long at head_dim 160, 4 x 4096, 1.19 at 192/128; causal 1.08 and 1.14; at "
         "16 x 1024 1.07, causal 0.99",
         BETWEEN,
+    ),
+    Rule(
+        "head_dim 161 to 224, and head_dim_v too, dense, at most a causal mask, at least 1,024 keys",
+        lambda c: 160 < c.width <= 224 and 160 < c.width_v and c.is_bare and c.reach >= 1024,
+        (Config(128, 128, 2, v_stages=1),),
+        "TODO",
+        ONE_TILE_OF_V,
     ),
     Rule(
         "head_dim 177 to 192, and head_dim_v too, dense, at most a causal mask",
