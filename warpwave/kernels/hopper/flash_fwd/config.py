@@ -228,7 +228,7 @@ def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def _space(problem: AttentionProblem, parts: int) -> list[Config]:
-    return [
+    found = [
         Config(block_m, block_n, num_stages, blocks_per_sm, heads=heads_together(problem))
         for block_m in (64, 128, 192)
         for block_n in ((32, 64, 128) if parts > 1 or _width(problem) > 256 else (64, 128))
@@ -236,6 +236,9 @@ def _space(problem: AttentionProblem, parts: int) -> list[Config]:
         for blocks_per_sm in (1, 2, 3)
         if not (block_m > 64 and blocks_per_sm > 1)
     ]
+    if one_tile_of_v_suffices(problem) and _width(problem) > 128:
+        found.append(Config(128, 128, 2, heads=heads_together(problem), v_stages=1))
+    return found
 
 
 def _width(problem: AttentionProblem) -> int:
