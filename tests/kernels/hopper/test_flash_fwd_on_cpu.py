@@ -98,7 +98,6 @@ KINDS: dict[str, tuple[str, tuple[int, int], flash_fwd.Config]] = {
     "16 bits, padded V": ("bfloat16", (112, 48), flash_fwd.Config(192, 64, 2, narrowest_v=64)),
     "16 bits, out in the memory of Q's first piece": ("bfloat16", (192, 128), flash_fwd.Config(128, 128, 2)),
     "16 bits, out by halves": ("bfloat16", (256, 256), flash_fwd.Config(128, 64, 2)),
-    "16 bits, one tile of V": ("bfloat16", (192, 176), flash_fwd.Config(128, 64, 2, v_stages=1)),
 }
 
 

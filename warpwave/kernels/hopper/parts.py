@@ -239,8 +239,6 @@ def scores_async(q, k_ring, n, zero):
 def values_async(p, v_ring, n, acc):
     """Starts acc + P V of tile n: one accumulator and one wgmma group for each piece of head_dim_v."""
     stage = n % v_ring.stages
-    if v_ring.stages == 1:
-        stage = unseen_zero(n)  # a fixed address took 20 registers more, and spilled at head_dim 192
     out = ()
     for i in gl.static_range(len(v_ring.pieces)):
         out = out + (warpgroup_mma(p, matrix(v_ring.pieces[i].index(stage)), acc[i], is_async=True),)

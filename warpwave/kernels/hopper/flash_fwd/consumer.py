@@ -118,19 +118,13 @@ def step(
         acc = rescaled(acc, alpha)
         p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
     else:
-        # The position of the first wait keeps ptxas from hoisting the wait for wgmma above the exponentials
-        # (tests/compile check the order). In a ring of one stage, V's next tile comes after this one is handed back;
-        # then the wait is for the tile of K, which has arrived.
+        # This position keeps ptxas from hoisting the wait for wgmma above the exponentials (tests/compile check the
+        # order).
         p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
-        if v_ring.stages > 1:
-            wait_step_values(v_ring, n + 1, tile, place, keys, rules)
-        else:
-            wait_full(k_ring, n + 1)
+        wait_step_values(v_ring, n + 1, tile, place, keys, rules)
         acc = wait_for(pending)
         hand_back_multiplied(v_ring, n)
         acc = rescaled(acc, alpha)
-        if v_ring.stages == 1:
-            wait_step_values(v_ring, n + 1, tile, place, keys, rules)
     return operand(dropped(p32, tile, place, keys, rules), v_ring), m_i, lead, l_i, acc
 
 

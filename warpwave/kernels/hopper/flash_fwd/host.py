@@ -21,7 +21,6 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     configs,
     heads_together,
     num_parts,
-    one_tile_of_v_suffices,
     out_columns,
     out_pieces,
     query_tiles,
@@ -289,7 +288,6 @@ def _specify_16_bits(
     """Returns the launch, after the launch that packs a boolean mask if there is one."""
     _refuse_one_stage(problem, config)
     _refuse_heads(problem, config)
-    _refuse_one_stage_of_v(problem, config)
     sources = (*operands[:3], out)
     before, words = [], None
     if operands.mask is not None:
@@ -305,15 +303,6 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
             f"{config} cannot run {problem.describe()}",
             {NAME: ["num_stages is 1; it must be at least 2: K comes one tile ahead of V where tiles overlap"]},
             "num_stages=2",
-        )
-
-
-def _refuse_one_stage_of_v(problem: AttentionProblem, config: Config) -> None:
-    if config.v_stages and not one_tile_of_v_suffices(problem):
-        raise UnsupportedProblem(
-            f"{config} cannot run {problem.describe()}",
-            {NAME: ["v_stages is 1; that is for 16-bit types and head_dim_v up to 320, without mask or bias"]},
-            "v_stages=0",
         )
 
 
@@ -426,7 +415,6 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
-        "V_STAGES": config.v_stages or config.num_stages,
         "NAMED_BARRIERS": config.blocks_per_sm > 1,
         "OWN_OUT": problem.dtype == "float32" or out_columns(problem, config) > 0,
         "VALUES_FIRST": values_first(problem, config),

@@ -65,7 +65,6 @@ def hopper_flash_fwd_kernel(
     k_descale_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
     NAMED_BARRIERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -106,13 +105,13 @@ def hopper_flash_fwd_kernel(
             bias_tiles = buffers(bias_maps, STAGES * GROUPS)
         beside = Beside(mask_and_bias, bias_maps, bias_tiles[0])
     k_full = barriers(STAGES)
-    v_full = barriers(V_STAGES)
+    v_full = barriers(STAGES)
     if NAMED_BARRIERS:
         k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
-        v_ring = Ring(buffers(v_maps, V_STAGES * PARTS), v_full, v_full, V_STAGES, FREE_BARRIERS + STAGES, PARTS)
+        v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, v_full, STAGES, FREE_BARRIERS + STAGES, PARTS)
     else:
         k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, barriers(STAGES), STAGES, 0, PARTS)
-        v_ring = Ring(buffers(v_maps, V_STAGES * PARTS), v_full, barriers(V_STAGES), V_STAGES, 0, PARTS)
+        v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
     if call_options.OWN_OUT and call_options.HEAD_DIM_V == 0:
         if len(out_maps) > len(v_maps):  # out is stored in two halves
