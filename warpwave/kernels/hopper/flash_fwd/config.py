@@ -299,7 +299,7 @@ class Call:
         bits without mask or bias."""
         p = self.problem
         is_short = p.seqlen_q * self.heads <= 64 and query_tiles(p, 64, self.heads) > self.num_sms
-        return p.dtype != "float32" and p.mask_shape is p.bias_shape is None and is_short
+        return self.is_unmasked and is_short
 
     @property
     def reach(self) -> int:
@@ -310,14 +310,21 @@ class Call:
 
     @property
     def is_short_causal(self) -> bool:
-        """Returns whether position hides keys and no query sees more than 2,048."""
-        return self.problem.has_band and self.reach <= SHORT_KEYS
+        """Returns whether position hides keys and no query sees more than 2,048; without chunks at the end of many
+        keys, which see nearly all of them."""
+        p = self.problem
+        return p.has_band and self.reach <= SHORT_KEYS and 2 * p.seqlen_q >= min(p.seqlen_k, SHORT_KEYS)
+
+    @property
+    def is_unmasked(self) -> bool:
+        """Returns whether values are in 16 bits and the call has no mask or bias."""
+        p = self.problem
+        return p.dtype != "float32" and p.mask_shape is p.bias_shape is None
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the call is dense, with values in 16 bits, without mask or bias."""
-        p = self.problem
-        return p.dtype != "float32" and not p.packed and p.mask_shape is p.bias_shape is None
+        """Returns whether the call is also dense."""
+        return self.is_unmasked and not self.problem.packed
 
     @property
     def is_bare(self) -> bool:
@@ -347,6 +354,7 @@ BETWEEN = "2026-11-23-h200-named-forward.jsonl"
 LOSING = "2026-11-25-h100-losing-rows.json"
 BETWEEN_SECTORS = "2026-11-26-h100-rows-between-sectors.json"
 THREE_STAGES = "2026-11-26-h100-one-tile-of-v.json"
+SHORT_CALLS = "2026-11-26-h100-short-calls.json"
 TOGETHER = "2026-11-26-h100-heads-together.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
@@ -436,11 +444,13 @@ RULES: tuple[Rule[Config], ...] = (
         OF_192,
     ),
     Rule(
-        "head_dim 65 to 128, packed, heads of a group share tiles, and blocks of 192 queries balance over the SMs",
-        lambda c: c.width > 64 and c.problem.packed and c.heads > 1 and c.suits_192,
+        "head_dim 65 to 128, packed, heads of a group share tiles, at least 512 keys, and blocks of 192 queries balance "
+        "over the SMs",
+        lambda c: c.width > 64 and c.problem.packed and c.heads > 1 and c.reach >= 512 and c.suits_192,
         (Config(192, 64, 4),),
-        "1.04 to 1.05 times as fast as 128 x 128 in three calls of 32 on 8 heads of 128, causal and full, on an H100",
-        TOGETHER,
+        "1.04 to 1.10 times as fast as 128 x 128 in six calls of 32 on 8 heads of 128 on an H100; 0.93 with documents "
+        "of 256",
+        SHORT_CALLS,
     ),
     Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2),), "the fastest of a sweep", TUNING),
     Rule(
@@ -452,7 +462,15 @@ RULES: tuple[Rule[Config], ...] = (
         BETWEEN_SECTORS,
     ),
     Rule(
-        "head_dim up to 64, a causal mask or window, at most 2,048 keys a query",
+        "head_dim up to 64, 16 bits, no mask or bias, at most 640 keys",
+        lambda c: c.is_unmasked and c.reach <= 640,
+        (Config(64, 64, 3, 3),),
+        "0.99 to 1.45 times as fast as 192 queries in 12 full calls of 384 to 600 keys and of grouped heads on an H100; "
+        "0.94 at 768 keys",
+        SHORT_CALLS,
+    ),
+    Rule(
+        "head_dim up to 64, a causal mask or window, at most 2,048 keys a query, no chunk at the end of more keys",
         lambda c: c.is_short_causal,
         (Config(64, 64, 3, 3),),
         "less waste at the diagonal: 1.23 x as fast as 192 queries at 16 x 1024, 1.04 at 8 x 2048, 0.98 at 5 x 3072, "
@@ -465,6 +483,14 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(64, 64, 3, 3),),
         "1.52 times as fast as 192 x 128 at 4 x 4096, head_dim 64, on an H100; other calls were not measured",
         LOSING,
+    ),
+    Rule(
+        "head_dim up to 64, 16 bits, no mask or bias, blocks of 192 queries do not balance over the SMs, those of 128 do",
+        lambda c: c.is_unmasked and c.is_unbalanced and c.rows_per_sm(128) <= c.rows_per_sm(64),
+        (Config(128, 128, 3),),
+        "0.97 to 1.11 times as fast as blocks of 64 queries in ten chunks on an H100, 24 x 64 on 2,048 keys to 4 x 128 "
+        "on 8,192",
+        SHORT_CALLS,
     ),
     Rule(
         "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
