@@ -6,8 +6,9 @@ SETUP  ?=
 DRAWN  ?=
 RUN    := $(VENV)/bin/python -m
 BOOT   := $(PYTHON) bootstrap.py --venv $(VENV) $(SETUP)
-# One core a worker: torch would otherwise start as many threads in each as there are cores.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8
+# One core a worker: torch would otherwise start as many threads in each as there are cores. Bytecode is written even if
+# the environment forbids it, because a hundred processes of the tests import the package.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) pytest -n auto --maxprocesses 8
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full test-gpu test-drawn hub-kernel lint docs clean

@@ -133,6 +133,7 @@ def test_code_names_pages_that_exist() -> None:
             assert (ROOT / page).exists(), f"{name(path)} names {page}, which does not exist"
 
 
+@pytest.mark.full  # `.ci/run` builds it by `make docs`
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     missing = [module for module in ("mkdocs", "mkdocstrings", "mkdocstrings_handlers") if not installed(module)]
     if missing:

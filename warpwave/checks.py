@@ -194,10 +194,9 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
         alike &= all(t is None or t.dim() < 2 or t.shape[0] == batch for t in more)
     if not alike or batch < 0 or seqlen_q < 0 or (slopes is not None and slopes.dim() == 2 and len(slopes) != batch):
         return None
-    # `dataclasses.replace` would take as long as everything above.
-    found: AttentionProblem = object.__new__(AttentionProblem)
     sizes: dict[str, Any] = {
-        "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k
+        "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "total_q": total_q, "total_k": total_k,
+        "_kind": problem.kind,
     }  # fmt: skip
     for name, tensor in (("mask_shape", mask), ("bias_shape", bias)):
         if tensor is not None:
@@ -207,7 +206,9 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
             for size, before, whole in zip(sizes[name], getattr(problem, name), scores, strict=True):
                 if (size == 1) != (before == 1) or size not in (1, whole):
                     return None
-    found.__dict__.update(problem.__dict__, **sizes, _kind=problem.kind)
+    # `dataclasses.replace` would take as long as everything above.
+    found: AttentionProblem = object.__new__(AttentionProblem)
+    object.__setattr__(found, "__dict__", vars(problem) | sizes)
     return found
 
 

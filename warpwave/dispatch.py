@@ -19,7 +19,7 @@ A kernel is a module or package of `warpwave.kernels`, imported at its first use
                                                out, it stores to the out of each call; that one is contiguous and
                                                begins at a multiple of 16 bytes unless
     STRIDED_OUT                                optional: True if out may have any address and any strides, the last 1
-    Binder()                                   optional: `bind` for calls that differ only in lengths and in strides of
+    Binder(gpu)                                optional: `bind` for calls that differ only in lengths and in strides of
                                                batches and heads; keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
@@ -183,7 +183,9 @@ def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:
     return module.default(problem, gpu) if hasattr(module, "default") else module.configs(problem, gpu)[0]
 
 
-def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict[str, Any], out: Any = None) -> Any:
+def bind(
+    choice: Choice, problem: AttentionProblem, gpu: Gpu, operands: Any, binders: dict[str, Any], out: Any = None
+) -> Any:
     """Binds a kernel to a call.
 
     Args:
@@ -194,7 +196,7 @@ def bind(choice: Choice, problem: AttentionProblem, operands: Any, binders: dict
     module = choice.kernel
     binder = binders.get(module.NAME)
     if binder is None:
-        binder = binders[module.NAME] = module.Binder() if hasattr(module, "Binder") else module.bind
+        binder = binders[module.NAME] = module.Binder(gpu) if hasattr(module, "Binder") else module.bind
     if out is None:
         return binder(problem, operands, choice.config)
     if stores_to(module, out):

@@ -38,6 +38,9 @@ log = logging.getLogger("warpwave")
 
 Run = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 Check = Callable[..., bool]
+# A plan and the check of its layouts; the check is None if `plan_key` finds the plan, and until the plan of a class is
+# called again.
+Known = tuple[Run, Check | None]
 # (operands, longest sequences, out) -> the plan of a call of one class; None if its sizes contradict each other.
 Plan = Callable[[Any, tuple[int, ...], torch.Tensor | None], Run | None]
 
@@ -58,28 +61,18 @@ _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 is_deterministic = torch._C._get_deterministic_algorithms
 
 
-class Known(NamedTuple):
-    """A plan and the check of its layouts; the check is None if `plan_key` finds the plan, and until the plan of a
-    class is called again."""
-
-    run: Run
-    same: Check | None
-
-
 class Class(NamedTuple):
     """Calls that differ only in lengths and in strides that depend on lengths.
 
     Attributes:
         same: checks all other properties of their tensors.
         plan: makes their plans; a `Planner`.
-        sized: indices of the tensors that differ in sizes.
-        strided: index and axis of each stride that differs.
+        sized: indices of the tensors that differ in sizes and strides.
     """
 
     same: Check
     plan: Plan
     sized: Sequence[int]
-    strided: Sequence[tuple[int, int]]
 
 
 def plan_key(operands: tuple[Any, ...], said: tuple[Any, ...], dispatched: bool = False) -> tuple[Any, ...] | None:
@@ -112,7 +105,7 @@ def planned(key: tuple[Any, ...] | None, make: Callable[[], Run]) -> Run:
             run = find(key) or make()  # another thread may have been first
         if key is not None:
             with contextlib.suppress(TypeError):
-                _plans.put(key, Known(run, None))
+                _plans.put(key, (run, None))
     return run
 
 
@@ -122,7 +115,7 @@ def find(key: tuple[Any, ...] | None) -> Run | None:
         known = None if key is None else _plans.get(key)
     except TypeError:  # no hash
         return None
-    return None if known is None else known.run
+    return None if known is None else known[0]
 
 
 def recall(
@@ -167,14 +160,14 @@ def recall(
         with _planning:
             run = found.plan(operands, longest, out)
         if run is not None:
-            _plans.put(key, Known(run, None))
+            _plans.put(key, (run, None))
         return run
-    if known.same is None:  # the second call of a length: a guard costs 8 us, and most lengths are called once
-        known = known._replace(same=_guard(tensor_guards(), *tensors))
-        _plans.put(key, known)
-    assert known.same is not None
-    _last.put((place, longest), (known.same, known.run))
-    return known.run
+    run, same = known
+    if same is None:  # the second call of a length: a guard costs 8 us, and most lengths are called once
+        same = _guard(tensor_guards(), *tensors)
+        _plans.put(key, (run, same))
+    _last.put((place, longest), (same, run))
+    return run
 
 
 def remember(
@@ -201,18 +194,15 @@ def remember(
         found = next((each for each in known if each.same(*tensors)), None)
         if found is None:
             if planner is None:
-                found = Class(same, lambda *_: None, (), ())
+                found = Class(same, lambda *_: None, ())
             else:
                 lengths = _lengths(operands)
                 if out is not None:
                     lengths.append(lengths[0])  # those of q
                 sized = tuple([i for i, count in enumerate(lengths) if count])
-                strided = tuple(
-                    [(i, axis) for i, count in enumerate(lengths) for axis in _strided_by_length(tensors[i], count)]
-                )
-                found = Class(_guard(tensor_guards(), *tensors, lengths=lengths), planner(), sized, strided)
+                found = Class(_guard(tensor_guards(), *tensors, lengths=lengths), planner(), sized)
             _classes.put(place, (*known, found)[-MOST_LAYOUTS:])
-        _plans.put(_sizes(found, tensors, longest), Known(run, same))
+        _plans.put(_sizes(found, tensors, longest), (run, same))
         _last.put((place, longest), (same, run))
     except TypeError:
         return
@@ -220,12 +210,11 @@ def remember(
 
 def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]) -> tuple[Any, ...]:
     """Returns the key of a plan among those of a class."""
-    return (
-        found.plan,
-        longest,
-        *[tensors[i].shape for i in found.sized],
-        *[tensors[i].stride(axis) for i, axis in found.strided],
-    )
+    key: list[Any] = [found.plan, longest]
+    for i in found.sized:
+        key += tensors[i].shape
+        key += tensors[i].stride()
+    return tuple(key)
 
 
 def _lengths(operands: tuple[Any, ...]) -> list[int]:
@@ -334,7 +323,7 @@ class Planner:
         if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
             run = partial(without_keys, problem)
         else:
-            run = dispatch.bind(choice, problem, operands, self.binders, out)
+            run = dispatch.bind(choice, problem, gpu, operands, self.binders, out)
         if out is not None:
             return storing(run)
         if self.dispatched or not whole.requires_grad:

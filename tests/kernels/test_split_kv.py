@@ -307,12 +307,12 @@ def test_a_block_by_maps_keeps_an_sm_busy() -> None:
     """Two tiles of 64 KB in flight are enough; blocks of 64 and 96 KB count as two and one."""
     problem = replace(DECODE, batch=16)
     for config, per_sm in ((Config(16, 128, 4, 3, by_map=True), 1), (Config(16, 64, 2, 3, by_map=True), 2)):
-        pace = splits.pace(problem, H200, config)
+        pace = splits.pace(problem, H200, config, True)
         assert pace.saturating == per_sm * 132 and pace.start == splits.MAPPED_START_STEPS
     paged = replace(problem, page_size=64)
-    pace = splits.pace(paged, H200, Config(16, 64, 4, 7, by_map=True))
+    pace = splits.pace(paged, H200, Config(16, 64, 4, 7, by_map=True), True)
     assert pace.saturating == 132 and pace.start == 2 * splits.MAPPED_START_STEPS, "its steps are half as long"
-    by_pointer = splits.pace(paged, H200, Config(16, 64, 4, 7))
+    by_pointer = splits.pace(paged, H200, Config(16, 64, 4, 7), True)
     assert by_pointer.start == splits.START_STEPS
 
 

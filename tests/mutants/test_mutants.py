@@ -38,7 +38,8 @@ def parameters() -> list[Any]:
 def failures(mutant: Mutant, folder: Path) -> list[str]:
     """Applies the fault to a copy of the package in the folder and returns what its tests say when they fail."""
     for part in ("warpwave", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        # With the bytecode, which Python compares with the source's time and size, but not what is being written.
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     source = folder / "warpwave" / mutant.file
     source.write_text(source.read_text().replace(mutant.old, mutant.new))

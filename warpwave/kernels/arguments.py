@@ -5,7 +5,7 @@ Every kernel treats a dense and a packed call alike: a packed tensor is one whos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -102,6 +102,16 @@ def slope_strides(slopes: torch.Tensor | None) -> tuple[int, ...]:
     if slopes is None:
         return (0, 0)
     return (0, *slopes.stride()) if slopes.dim() == 1 else slopes.stride()
+
+
+def score_rules(
+    problem: AttentionProblem, mask: torch.Tensor | None, bias: torch.Tensor | None, slopes: torch.Tensor | None
+) -> list[int | float]:
+    """Returns the run-time numbers of `groups.ScoreRules`, in their order."""
+    strides: Sequence[int] = (0,) * 10
+    if not (mask is bias is slopes is None):
+        strides = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
+    return [*strides, problem.softmax_scale, problem.softcap]
 
 
 def window(problem: AttentionProblem) -> tuple[int, int]:

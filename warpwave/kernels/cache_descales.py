@@ -144,14 +144,18 @@ def _text(dtypes: Any) -> str:
 # Host -----------------------------------------------------------------------------------------------------------------
 
 
-def strides(factor: torch.Tensor | None) -> tuple[int | None, int | None, int | None]:
-    """Returns the strides of a factor of K or V: (page, slot, kv head), 0 where it is shared, None without factors."""
-    if factor is None:
-        return (None, None, None)
-    if factor.dim() == 3:
-        page, slot, head = factor.stride()
-        return (page, slot, head)
-    return (0, 0, factor.stride(0) if factor.numel() > 1 else 0)
+def strides(*factors: torch.Tensor | None) -> list[int | None]:
+    """Returns the strides of each factor of K or V: page, slot and kv head, 0 where it is shared, None without
+    factors."""
+    found: list[int | None] = []
+    for factor in factors:
+        if factor is None:
+            found += (None, None, None)
+        elif factor.dim() == 3:
+            found += factor.stride()
+        else:
+            found += (0, 0, factor.stride(0) if factor.numel() > 1 else 0)
+    return found
 
 
 def kind_of(factor: torch.Tensor | None) -> str:

@@ -14,6 +14,7 @@ end. Only Triton versions whose source was read are launched this way; others la
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -173,6 +174,7 @@ class Layout:
     def done(self) -> Layout:
         """Ends the list with Triton's two pointers to scratch memory, which these kernels do not use."""
         self.kinds += "QQ"
+        self.numbers_of = operator.itemgetter(*self.numbers, -1, -1)
         self.packed = struct.Struct("<" + "".join(f"{k}{8 - struct.calcsize(k)}x" if k else "8x" for k in self.kinds))
         places = [*(place for _, place in self.pointers), *(place for _, place, _ in self.maps)]
         # A prepared launch: its config, its key, the address of each parameter, and the slots.
@@ -209,7 +211,7 @@ class Launches:
         for plan in maps:
             shapes += plan.shape
             shapes += plan.strides
-        self._packed = layout.packed.pack(*shapes, *[values[i] for i in layout.numbers], 0, 0)
+        self._packed = layout.packed.pack(*shapes, *layout.numbers_of((*values, 0)))  # 0 for Triton's pointers
 
     def prepare(self, key: Key) -> Prepared:
         """Writes a launch on the key's stream and addresses to memory."""

@@ -26,11 +26,10 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import dropout, reasons
 from warpwave.kernels.arguments import (
     band_constants,
-    broadcast_strides,
     feature_constants,
     lse_strides,
     matrix_options,
-    slope_strides,
+    score_rules,
     straightener,
     tile_widths,
     token_strides,
@@ -226,9 +225,7 @@ def specify(
         *outer, inner = token_strides(problem, tensor)
         shared += (*(stride // unit for stride in outer), inner)
     shared += in_units(dout)
-    shared += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
-    shared += slope_strides(operands.alibi_slopes)
-    shared += (problem.softmax_scale, problem.softcap)
+    shared += score_rules(problem, *operands[3:6])
     shared += (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
     shared += (*window(problem), *dropout.scalars(problem.dropout_p), *lse_strides(problem))
     heads = [problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv]

@@ -29,13 +29,12 @@ from warpwave.kernels.arguments import (
     allocator,
     band_constants,
     behind,
-    broadcast_strides,
     dot_precision,
     feature_constants,
     lse_strides,
     maker,
     matrix_options,
-    slope_strides,
+    score_rules,
     straightener,
     tile_widths,
     token_strides,
@@ -422,13 +421,10 @@ def _scalars(
         *outer, inner = token_strides(problem, tensor)
         strides += (*(stride // unit for stride in outer), 1 if tensor is out else inner)
     strides += lse_strides(problem)
-    strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
-    strides += slope_strides(operands.alibi_slopes)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return [
         *strides,
-        problem.softmax_scale,
-        problem.softcap,
+        *score_rules(problem, *operands[3:6]),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,

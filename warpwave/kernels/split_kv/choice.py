@@ -65,9 +65,10 @@ def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """
     if config.roles or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
         return config
-    steps = -(-longest_steps(problem, config) // config.num_splits)
+    by_pointers = scattered(problem, config) and config.block_m < 64
     if not (
-        one_step(problem, gpu, config) or (scattered(problem, config) and config.block_m < 64 and steps <= FEW_STEPS)
+        one_step(problem, gpu, config)
+        or (by_pointers and longest_steps(problem, config) <= FEW_STEPS * config.num_splits)
     ):
         return config
     shallow = changed(config, num_stages=2)

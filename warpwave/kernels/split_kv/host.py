@@ -35,15 +35,13 @@ from warpwave.kernels.arguments import (
     as_it_is,
     band_constants,
     behind,
-    broadcast_strides,
     dot_precision,
     feature_constants,
     matrix_options,
     padded,
-    slope_strides,
+    score_rules,
     straightener,
     tile_widths,
-    token_strides,
     window,
 )
 from warpwave.kernels.split_kv import few_rows_host as few_rows
@@ -51,7 +49,6 @@ from warpwave.kernels.split_kv import tensor_maps
 from warpwave.kernels.split_kv.choice import configs
 from warpwave.kernels.split_kv.config import Config, is_launched_ahead, num_parts, one_step, tiles
 from warpwave.kernels.split_kv.device import split_kv_kernel
-from warpwave.kernels.split_kv.splits import changed
 from warpwave.problem import AttentionProblem, CachedOperands
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.tensor_maps import MapPlan
@@ -69,7 +66,7 @@ SINKS = CachedOperands._fields.index("sinks") - 3  # position after q, k and v
 def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Tensor | None = None) -> Run:
     """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    return Binder()(problem, operands, config, out)
+    return Binder(current_gpu(operands.q.device))(problem, operands, config, out)
 
 
 class _OfClass(NamedTuple):
@@ -96,7 +93,8 @@ class Binder:
     In 16 bits without copies, a call with a known config computes only its sizes and tensor maps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._known: dict[tuple[Any, ...], _OfClass] = {}
 
     def __call__(
@@ -105,14 +103,14 @@ class Binder:
         """Binds as `bind` does."""
         # The number of splits is a run-time argument, but these results of it are compiled in. Whether a launch with
         # roles can run also depends on the number of queries.
-        gpu, parts = current_gpu(operands.q.device), num_parts(config)
+        gpu, parts = self._gpu, num_parts(config)
         merging = None if parts == 1 else partials.loads(problem, parts)
-        alike = changed(config, num_splits=1)
-        equal = operands.k.stride() == operands.v.stride()  # compiled in
-        key = (alike, merging, one_step(problem, gpu, config), config.roles and problem.seqlen_q, equal)
+        alike = operands.k.stride() == operands.v.stride()  # compiled in
+        of_config = (vars(config) | {"num_splits": 0}).values()
+        key = (*of_config, merging, one_step(problem, gpu, config), config.roles and problem.seqlen_q, alike)
         known = self._known.get(key)
         if known is not None and _has_regular_strides(operands, known.unit):
-            attend = _attending(problem, operands, config, known)
+            attend = _attending(problem, gpu, operands, config, known)
             beside = known.beside.get((operands.q.shape, parts)) or _beside(problem, operands.q, parts, known)
             if attend is not None and beside is not None:
                 return _running(attend, *beside)
@@ -164,7 +162,9 @@ def _has_regular_strides(operands: Any, unit: int) -> bool:
     return True
 
 
-def _attending(problem: AttentionProblem, operands: Any, config: Config, known: _OfClass) -> launch.Launcher | None:
+def _attending(
+    problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config, known: _OfClass
+) -> launch.Launcher | None:
     """Returns the launcher of another call of a known class; None if its variant is not compiled yet."""
     maps = known.maps
     if config.roles:
@@ -174,7 +174,7 @@ def _attending(problem: AttentionProblem, operands: Any, config: Config, known: 
             maps = few_rows.plans(problem, operands, config)
         return known.attend.launcher(few_rows.grid(problem, config), scalars, maps)
     if maps and not problem.page_size:
-        maps = tensor_maps.plans(problem, current_gpu(operands.q.device), operands, config)
+        maps = tensor_maps.plans(problem, gpu, operands, config)
     scalars = _scalars(problem, operands, config, 0, known.unit)
     return known.attend.launcher(_grid(problem, config), scalars, maps)
 
@@ -353,16 +353,13 @@ def _scalars(
     paged = isinstance(operands, CachedOperands)
     strides: list[int] = []
     for tensor in operands[:3]:
-        # Pools have the axes of a dense tensor: page, token, head, element.
-        stride = tensor.stride() if paged and tensor is not operands.q else token_strides(problem, tensor)
-        strides += (stride[0] // unit, stride[1] // unit, stride[2] // unit, stride[3])
-    strides.append(config.num_splits)
-    strides += (*broadcast_strides(operands.mask), *broadcast_strides(operands.bias))
-    strides += slope_strides(operands.alibi_slopes)
+        # Packed tensors have a batch stride of 0. Pools have the axes of a dense tensor: page, token, head, element.
+        outer, token, head, element = (0, *tensor.stride())[-4:]
+        strides += (outer // unit, token // unit, head // unit, element)
     return [
         *strides,
-        problem.softmax_scale,
-        problem.softcap,
+        config.num_splits,
+        *score_rules(problem, *operands[3:6]),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.rows,
@@ -371,8 +368,7 @@ def _scalars(
         operands.page_table.stride(0) if paged else 0,
         operands.k.shape[0] if paged else 0,
         operands.page_table.shape[0] if paged else 0,
-        *cache_descales.strides(operands.k_descale if paged else None),
-        *cache_descales.strides(operands.v_descale if paged else None),
+        *cache_descales.strides(*(operands[-2:] if paged else (None, None))),
         problem.num_heads_kv,
         first_key,
         partials.lse_rows(problem),

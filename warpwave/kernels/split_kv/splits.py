@@ -103,16 +103,14 @@ def tiles_in_flight(config: Config) -> int:
     return config.num_stages if config.roles else max(1, config.num_stages - 1)
 
 
-def pace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Pace:
-    """Returns the constants fitted to measured times, for loads by pointers or by tensor maps. Tiles of 64 rows are
-    bound by arithmetic and use the pointer constants in either case."""
-    many = config.num_warps == 2 and blocks_with_rows(problem, config) > FEW * (gpu.num_sms or UNKNOWN_SMS)
-    return _pace(problem, gpu, config, many)
-
-
 @by_kind
-def _pace(problem: AttentionProblem, gpu: Gpu, config: Config, many: bool) -> Pace:
-    """Returns `pace` for few or many tiles of rows, on two warps each."""
+def pace(problem: AttentionProblem, gpu: Gpu, config: Config, few: bool) -> Pace:
+    """Returns the constants fitted to measured times, for loads by pointers or by tensor maps. Tiles of 64 rows are
+    bound by arithmetic and use the pointer constants in either case.
+
+    Args:
+        few: whether there are at most `FEW` tiles of rows per SM.
+    """
     sms, blocks = gpu.num_sms or UNKNOWN_SMS, blocks_per_sm(problem, gpu, config)
     if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
@@ -128,7 +126,7 @@ def _pace(problem: AttentionProblem, gpu: Gpu, config: Config, many: bool) -> Pa
     step = saturating * tile / MAPPED_STEP_BYTES
     return Pace(
         sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
-        MERGE_STEPS / step, PARTS_PER_STEP, MAPPED_ENOUGH_SMALL if many else MAPPED_ENOUGH,
+        MERGE_STEPS / step, PARTS_PER_STEP, MAPPED_ENOUGH_SMALL if config.num_warps == 2 and not few else MAPPED_ENOUGH,
     )  # fmt: skip
 
 
@@ -145,8 +143,8 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     `longest` is the number of steps of the tile that sees most keys. `first` is the number of blocks of the first wave,
     equal on every SM.
     """
-    shares, of = _number(problem, gpu, config), pace(problem, gpu, config)
     sms, blocks, longest = _sizes(problem, gpu, config)
+    shares, of = _number(problem, gpu, config), pace(problem, gpu, config, blocks <= FEW * sms)
     reason = (
         f"{blocks} tiles of rows for {of.places} resident blocks on {sms} SMs, "
         f"{longest} steps of {config.block_n} keys each: "
@@ -169,7 +167,7 @@ def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     sms, blocks, longest = _sizes(problem, gpu, config)
     if config.roles:
         return few_rows.shares(blocks, longest, config.block_n, sms)
-    return _soonest(config.pieces, blocks, longest, sms, pace(problem, gpu, config))
+    return _soonest(config.pieces, blocks, longest, sms, pace(problem, gpu, config, blocks <= FEW * sms))
 
 
 def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> float:

@@ -9,12 +9,11 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import (
     band_constants,
-    broadcast_strides,
     dot_precision,
     feature_constants,
     lse_strides,
     padded,
-    slope_strides,
+    score_rules,
     token_strides,
     window,
 )
@@ -88,8 +87,7 @@ def launches(
     begins = {"launch_pdl": True} if ahead else {}
     lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem))
     heads = (problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv)
-    beside = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
-    rules = (*beside, problem.softmax_scale, problem.softcap)
+    rules = score_rules(problem, mask, bias, slopes)
     of_out = (*token_strides(problem, out)[:-1], 1, *lse_strides(problem))
     # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
     # probability is exactly 1.

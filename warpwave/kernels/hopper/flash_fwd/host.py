@@ -59,20 +59,18 @@ def bind(
 ) -> arguments.Run:
     """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    return Binder()(problem, operands, config, out)
+    return Binder(current_gpu(operands.q.device))(problem, operands, config, out)
 
 
 class _OfClass(NamedTuple):
     """The common part of the launches of one class and config.
 
     Attributes:
-        sms: multiprocessors of the device.
         boxes: source and block of each tensor map.
         scalars: the result of `_after_schedule`.
     """
 
     family: launch.Family
-    sms: int
     boxes: Sequence[tuple[int, tuple[int, ...]]]
     scalars: Sequence[Any]
 
@@ -83,7 +81,8 @@ class Binder:
     In 16 bits without a mask, bias or copies, a call with a known config computes only its sizes and tensor maps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._known: dict[Config, _OfClass] = {}
 
     def __call__(
@@ -93,17 +92,16 @@ class Binder:
         allocate = arguments.allocator(problem, operands.q)
         if problem.dtype == "float32":
             straight = arguments.straightener(operands)
-            return _bind_split(problem, straight(operands), config, allocate, straight, out)
+            return _bind_split(problem, self._gpu, straight(operands), config, allocate, straight, out)
         known = self._known.get(config)
-        launch_kernel = None if known is None else _launcher(problem, operands, config, known)
+        launch_kernel = None if known is None else _launcher(problem, self._gpu, operands, config, known)
         if launch_kernel is not None:
             return _running(allocate, launch_kernel)
         mappable = _mappable(problem, operands)
         first = mappable(operands)
         out, lse = allocate(out)
         plans = _plans(problem, config, first, out)
-        gpu = current_gpu(out.device)
-        *before, spec = _specify_16_bits(problem, gpu, first, out, lse, config, plans)
+        *before, spec = _specify_16_bits(problem, self._gpu, first, out, lse, config, plans)
         pack = launch.bind(before[0]) if before else None
         family = tensor_maps.family(spec, plans, (first.q, first.k, first.v, out))
         launch_kernel = family.first()
@@ -111,8 +109,7 @@ class Binder:
         if is_bare and not problem.is_quantized:
             if mappable is arguments.as_it_is:
                 boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
-                sms = gpu.num_sms or NUM_SMS
-                self._known[config] = _OfClass(family, sms, boxes, _after_schedule(problem, operands))
+                self._known[config] = _OfClass(family, boxes, _after_schedule(problem, operands))
             return arguments.behind(mappable, _running(allocate, launch_kernel))
         make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
 
@@ -141,7 +138,7 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
 
 
 def _launcher(
-    problem: AttentionProblem, operands: AnyOperands, config: Config, known: _OfClass
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, config: Config, known: _OfClass
 ) -> launch.Launcher | None:
     """Returns the launcher of another call of a known class; None if no tensor map can have its strides."""
     packed = problem.packed
@@ -161,8 +158,8 @@ def _launcher(
     maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
     tiles = query_tiles(problem, config.block_m, config.heads)
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
-    scalars = [*schedule, *known.scalars]
-    return known.family.launcher(min(tiles, known.sms * config.blocks_per_sm), scalars, maps)
+    grid = min(tiles, (gpu.num_sms or NUM_SMS) * config.blocks_per_sm)
+    return known.family.launcher(grid, [*schedule, *known.scalars], maps)
 
 
 def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
@@ -175,6 +172,7 @@ def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[Any
 
 def _bind_split(
     problem: AttentionProblem,
+    gpu: Gpu,
     operands: AnyOperands,
     config: Config,
     allocate: arguments.Allocate,
@@ -184,7 +182,7 @@ def _bind_split(
     """Binds float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe the
     workspace. Each stream and each graph has its own (runtime/scratch.py)."""
     out, lse = allocate(out)
-    ahead, attend, parts, plans = _specify_parts(problem, current_gpu(out.device), operands, out, lse, config)
+    ahead, attend, parts, plans = _specify_parts(problem, gpu, operands, out, lse, config)
     *before, make_parts = [launch.bind(spec) for spec in ahead]
     launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
     needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
