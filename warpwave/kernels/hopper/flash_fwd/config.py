@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from warpwave import precision
 from warpwave.gpu import Gpu
@@ -251,10 +253,38 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]
 
 
+class _Facts(NamedTuple):
+    """The properties of a call that do not depend on its sizes.
+
+    Attributes:
+        width, width_v: the width of a tile, and that of V.
+        parts: of an operand.
+        bias_bytes: of a score.
+        heads: that share a tile.
+        is_unmasked: whether values are in 16 bits and the call has no mask or bias.
+        is_plain: whether the call is also dense.
+        is_bare: whether scores also need no more work than a causal mask.
+    """
+
+    width: int
+    width_v: int
+    parts: int
+    bias_bytes: int
+    heads: int
+    is_unmasked: bool
+    is_plain: bool
+    is_bare: bool
+
+
 @by_kind
-def _facts(problem: AttentionProblem, gpu: Gpu) -> tuple[int, int, int, int]:
-    """Returns the width of a tile, that of V, the parts of an operand, and the bytes of a score's bias."""
-    return _width(problem), sum(pieces(problem.head_dim_v)), num_parts(problem, gpu), bias_bytes(problem)
+def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
+    is_unmasked = problem.dtype != "float32" and problem.mask_shape is problem.bias_shape is None
+    is_plain = is_unmasked and not problem.packed
+    is_bare = problem.alibi_shape is None and problem.softcap == 0.0 and problem.window_size == (-1, -1) and is_plain
+    return _Facts(
+        _width(problem), sum(pieces(problem.head_dim_v)), num_parts(problem, gpu), bias_bytes(problem),
+        heads_together(problem), is_unmasked, is_plain, is_bare,
+    )  # fmt: skip
 
 
 class Call:
@@ -262,8 +292,10 @@ class Call:
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
-        self.width, self.width_v, self.parts, self.bias_bytes = _facts(problem, gpu)
-        self.heads = heads_together(problem)
+        (
+            self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_plain,
+            self.is_bare,
+        ) = _facts(problem, gpu)  # fmt: skip
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the queries that the busiest SM processes if all blocks take equally long."""
@@ -280,7 +312,7 @@ class Call:
         64."""
         return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
 
-    @property
+    @cached_property
     def is_unbalanced(self) -> bool:
         """Returns whether the busiest SM gets over a fifth more queries from blocks of 192 than from blocks of 64."""
         return self.rows_per_sm(192) > 1.2 * self.rows_per_sm(64)
@@ -301,7 +333,7 @@ class Call:
         is_short = p.seqlen_q * self.heads <= 64 and query_tiles(p, 64, self.heads) > self.num_sms
         return self.is_unmasked and is_short
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """Returns the largest number of keys that a query sees, by position."""
         seqlen_k = self.problem.seqlen_k
@@ -314,23 +346,6 @@ class Call:
         keys, which see nearly all of them."""
         p = self.problem
         return p.has_band and self.reach <= SHORT_KEYS and 2 * p.seqlen_q >= min(p.seqlen_k, SHORT_KEYS)
-
-    @property
-    def is_unmasked(self) -> bool:
-        """Returns whether values are in 16 bits and the call has no mask or bias."""
-        p = self.problem
-        return p.dtype != "float32" and p.mask_shape is p.bias_shape is None
-
-    @property
-    def is_plain(self) -> bool:
-        """Returns whether the call is also dense."""
-        return self.is_unmasked and not self.problem.packed
-
-    @property
-    def is_bare(self) -> bool:
-        """Returns whether scores also need no more work than a causal mask."""
-        p = self.problem
-        return self.is_plain and p.alibi_shape is None and p.softcap == 0.0 and p.window_size == (-1, -1)
 
     @property
     def pads_values(self) -> bool:
