@@ -141,9 +141,10 @@ LARGE = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096, batch=4, num_heads_q=16, 
         ({"head_dim": 112, "head_dim_v": 64}, (128, 128)),
         ({"mask_shape": (1, 1, 4096, 4096)}, (128, 128)),
         ({"dtype": "float32", "precision": "tf32"}, (128, 128)),
-        # 192 queries do not go round: one tile an SM, or none at all.
-        ({"seqlen_q": 128, "batch": 1}, (128, 128)),
-        ({"batch": 0}, (192, 64)),
+        # 192 queries do not go round: few blocks, or none at all.
+        ({"seqlen_q": 128, "batch": 8}, (128, 128)),
+        ({"seqlen_q": 128, "batch": 4}, (64, 128)),
+        ({"batch": 0}, (64, 128)),
     ],
 )
 def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expected: tuple[int, int]) -> None:
@@ -170,7 +171,7 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         # All queries of a sequence in one block of 64, and more blocks than SMs.
         ((64, 128), {"seqlen_q": 46, "batch": 25}, flash_fwd.Config(64, 64, 3, 2)),
         ((64, 128), {"seqlen_q": 65, "batch": 25}, flash_fwd.Config(128, 128, 2)),
-        ((64, 128), {"seqlen_q": 46, "batch": 2}, flash_fwd.Config(128, 128, 2)),
+        ((64, 128), {"seqlen_q": 46, "batch": 2}, flash_fwd.Config(64, 128, 2)),
         ((176, 176), {"seqlen_q": 40, "batch": 48}, flash_fwd.Config(64, 64, 2, 2)),
         ((192, 192), {"seqlen_q": 64, "batch": 25}, flash_fwd.Config(128, 64, 3)),
         ((152, 152), {"seqlen_q": 192, "batch": 26}, flash_fwd.Config(128, 128, 2)),
@@ -179,7 +180,12 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((160, 160), {"window_size": (4096, 0)}, flash_fwd.Config(128, 64, 2)),
         ((176, 176), {}, flash_fwd.Config(128, 64, 2, narrowest_v=64)),
         ((112, 112), {}, flash_fwd.Config(192, 64, 4, narrowest_v=64)),
-        ((112, 104), {"seqlen_q": 128, "batch": 1}, flash_fwd.Config(128, 128, 2, narrowest_v=64)),
+        ((112, 104), {"seqlen_q": 128, "batch": 8}, flash_fwd.Config(128, 128, 2, narrowest_v=64)),
+        # Blocks of 64 queries: 128 and 160 for 132 SMs.
+        ((112, 104), {"seqlen_q": 128, "batch": 4}, flash_fwd.Config(64, 128, 2, narrowest_v=64)),
+        ((128, 128), {"seqlen_q": 640, "batch": 1}, flash_fwd.Config(128, 128, 2)),
+        ((256, 256), {"seqlen_q": 512, "batch": 1}, flash_fwd.Config(64, 64, 3)),
+        ((256, 256), {"seqlen_q": 640, "batch": 1}, flash_fwd.Config(128, 64, 2)),
         ((48, 48), {}, flash_fwd.Config(192, 128, 3, narrowest_v=64)),
         # Rows of 112 or 80 bytes begin between sectors, those of 96, 16 and 128 do not.
         ((56, 56), {"seqlen_k": 1024, "causal": Causal()}, flash_fwd.Config(128, 128, 3)),
@@ -324,9 +330,7 @@ def test_more_heads_than_can_share_a_tile_are_refused() -> None:
 def test_heads_that_share_tiles_leave_fewer_rows_empty() -> None:
     """144 queries of 8 heads fill 9 tiles of 128 rows. One head a tile, they take 16, and 8 warpgroups skip theirs."""
     problem = replace(PROBLEM, seqlen_q=144, num_heads_q=16, batch=1)
-    together, apart = (
-        flash_fwd.cost(problem, H200, flash_fwd.Config(128, 64, 2, heads=heads)) for heads in (8, 1)
-    )
+    together, apart = (flash_fwd.cost(problem, H200, flash_fwd.Config(128, 64, 2, heads=heads)) for heads in (8, 1))
     assert (together.items, apart.items) == (18, 32) and 4 * together.flops == 3 * apart.flops
 
 

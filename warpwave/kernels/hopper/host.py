@@ -18,7 +18,8 @@ NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
 L2_BYTES = 32 * 1024 * 1024  # for the heads that run together under a causal mask, or in a packed call
 # Minimum number of blocks per SM in a group of heads, in a dense call and in a packed one. In packed calls, with 4, the
 # longest blocks of the last group started so late that the backward had 0.94 of the rate of one group (8,192 to 2,048
-# tokens, 32 on 8 heads). In dense calls, groups of 1.1 blocks had 0.95 of the rate of groups of 2.3 (10 heads of 9,600).
+# tokens, 32 on 8 heads). In dense calls, groups of 1.1 blocks had 0.95 of the rate of groups of 2.3 (10 heads of
+# 9,600 tokens).
 LEAST_BLOCKS = (2, 8)
 LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width

@@ -235,9 +235,10 @@ def dense_tile(s, t, HAS_HIGH: gl.constexpr):
     """Returns tile t of a dense call.
 
     If the mask makes later tiles longer, the order is longest first within groups of heads that fit L2
-    (host.heads_in_l2). Compared with one group of all heads, that took causal 16 x 1024 at head_dim 128 from 320 to 378 TFLOP/s. Groups
-    are counted back from the last tile, so the incomplete group is the first. As the last, its longest tiles would
-    start when most SMs have nothing left to do: 1.18 times as long at 10 heads in groups of 3, 75 tiles each.
+    (host.heads_in_l2). Compared with one group of all heads, that took causal 16 x 1024 at head_dim 128 from 320 to 378
+    TFLOP/s. Groups are counted back from the last tile, so the incomplete group is the first. As the last, its longest
+    tiles would start when most SMs have nothing left to do: 1.18 times as long at 10 heads in groups of 3, 75 tiles
+    each.
     """
     if HAS_HIGH:
         tile, batch_head = _last_first(s, t, s.tiles_per_head, s.batch * s.num_heads)

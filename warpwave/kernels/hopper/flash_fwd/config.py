@@ -302,6 +302,11 @@ class Call:
         return -(-query_tiles(self.problem, block_m, self.heads) // self.num_sms) * block_m
 
     @property
+    def has_few_tiles(self) -> bool:
+        """Returns whether no SM gets more than one block of 64 queries, in a dense call without mask or bias."""
+        return self.is_plain and query_tiles(self.problem, 64, self.heads) <= self.num_sms
+
+    @property
     def is_one_wave(self) -> bool:
         """Returns whether blocks of 128 queries all run at once."""
         return query_tiles(self.problem, 128, self.heads) <= self.num_sms
@@ -370,6 +375,7 @@ LOSING = "2026-11-25-h100-losing-rows.json"
 BETWEEN_SECTORS = "2026-11-26-h100-rows-between-sectors.json"
 THREE_STAGES = "2026-11-26-h100-one-tile-of-v.json"
 SHORT_CALLS = "2026-11-26-h100-short-calls.json"
+FEW_TILES = "2026-11-26-h100-few-tiles.json"
 TOGETHER = "2026-11-26-h100-heads-together.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
@@ -419,6 +425,20 @@ RULES: tuple[Rule[Config], ...] = (
         LOSING,
     ),
     Rule(
+        "head_dim 129 to 256, dense, no mask or bias, at most one block of 64 queries an SM",
+        lambda c: 128 < c.width <= 256 and c.has_few_tiles,
+        (Config(64, 64, 3), Config(64, 64, 2)),
+        "1.10 to 1.35 times as fast as 128 queries in 36 calls of head_dim 192 to 256 on an H100, 32 to 132 blocks",
+        FEW_TILES,
+    ),
+    Rule(
+        "head_dim 65 to 128, dense, no mask or bias, at most one block of 64 queries an SM",
+        lambda c: 64 < c.width <= 128 and c.has_few_tiles,
+        (Config(64, 128, 2),),
+        "1.14 to 1.38 times as fast as 128 queries in 18 calls on an H100, 112 to 132 blocks",
+        FEW_TILES,
+    ),
+    Rule(
         "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, at least 1,024 keys",
         lambda c: 128 < c.width <= (192 if c.width_v <= 128 else 160) and c.is_bare and c.reach >= 1024,
         (Config(128, 128, 2),),
@@ -459,8 +479,8 @@ RULES: tuple[Rule[Config], ...] = (
         OF_192,
     ),
     Rule(
-        "head_dim 65 to 128, packed, heads of a group share tiles, at least 512 keys, and blocks of 192 queries balance "
-        "over the SMs",
+        "head_dim 65 to 128, packed, heads of a group share tiles, at least 512 keys, and blocks of 192 queries "
+        "balance over the SMs",
         lambda c: c.width > 64 and c.problem.packed and c.heads > 1 and c.reach >= 512 and c.suits_192,
         (Config(192, 64, 4),),
         "1.04 to 1.10 times as fast as 128 x 128 in six calls of 32 on 8 heads of 128 on an H100; 0.93 with documents "
@@ -480,8 +500,8 @@ RULES: tuple[Rule[Config], ...] = (
         "head_dim up to 64, 16 bits, no mask or bias, at most 640 keys",
         lambda c: c.is_unmasked and c.reach <= 640,
         (Config(64, 64, 3, 3),),
-        "0.99 to 1.45 times as fast as 192 queries in 12 full calls of 384 to 600 keys and of grouped heads on an H100; "
-        "0.94 at 768 keys",
+        "0.99 to 1.45 times as fast as 192 queries in 12 full calls of 384 to 600 keys and of grouped heads on an "
+        "H100; 0.94 at 768 keys",
         SHORT_CALLS,
     ),
     Rule(
@@ -500,7 +520,8 @@ RULES: tuple[Rule[Config], ...] = (
         LOSING,
     ),
     Rule(
-        "head_dim up to 64, 16 bits, no mask or bias, blocks of 192 queries do not balance over the SMs, those of 128 do",
+        "head_dim up to 64, 16 bits, no mask or bias, blocks of 192 queries do not balance over the SMs, those of 128 "
+        "do",
         lambda c: c.is_unmasked and c.is_unbalanced and c.rows_per_sm(128) <= c.rows_per_sm(64),
         (Config(128, 128, 3),),
         "0.97 to 1.11 times as fast as blocks of 64 queries in ten chunks on an H100, 24 x 64 on 2,048 keys to 4 x 128 "
