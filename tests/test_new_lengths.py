@@ -169,10 +169,10 @@ def cached(tokens: int, page_size: int = 16) -> Call:
 # Three more than counted: finalizers of other tests' objects are calls, too.
 CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "dense": (dense, 102),
-    "dense, head_dim 64": (lambda n: dense(n, 67), 104),
+    "dense, head_dim 64": (lambda n: dense(n, 64), 107),
     "packed": (packed, 92),
     "cached, pages of 16": (cached, 100),
-    "cached, pages of 64": (lambda n: cached(n, 67), 108),
+    "cached, pages of 64": (lambda n: cached(n, 64), 110),
     "decode": (decode, 183),
     "decode, keys by head": (decode_by_head, 151),
     "decode, keys by head, padded": (lambda n: decode_by_head(n, padded=True), 138),

@@ -22,7 +22,7 @@ PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
 # Widths of V whose narrow pieces are padded: products with 16 or 32 columns last about as long as with 64.
 PADDED_VALUES = (48, 112, 176)
-GAIN_OF_SHARING = "fewer rows of tiles are empty"
+GAIN_OF_SHARING = "1.00 to 1.08 times as fast as one head a tile at 1,024 queries and more, up to 1.7 at few"
 GAIN_OF_PADDING = "narrower pieces take 1.07 times as long at 48, 1.04 at 176; at 112 it allows blocks of 192 queries"
 
 
