@@ -67,8 +67,10 @@ FULL_OF_WIDE = [(head_dim, feature) for head_dim in (272, 320, 384) for feature 
 
 def hopper_job(head_dim: int, feature: str, precision: str = "") -> dict[str, Any]:
     made = job("sm_90", "float32" if precision else "bfloat16", head_dim, feature) | {"kernel": "hopper/flash_fwd"}
-    if precision:  # and queries enough that the default is the config of large calls
-        made["problem"] |= {"precision": precision, "seqlen_q": 4096}
+    if precision:
+        made["problem"] |= {"precision": precision}
+    if feature not in ("mask", "bias"):  # enough queries that the default is the config of large calls
+        made["problem"] |= {"seqlen_q": 4096}
         made["problem"] |= {"total_q": 8192} if feature == "packed" else {}
     return made
 
@@ -138,7 +140,7 @@ def test_tiles_of_192_queries(head_dim: int, feature: str) -> None:
     assert not any("S" in loop for loop in overlapped), what(facts)
 
 
-# Defaults between the powers of two: rows of V in wider pieces, and 128 keys a step.
+# Defaults between the powers of two: rows of V in wider pieces, and 128 keys a step; and of calls with few tiles.
 BETWEEN = {
     (112, 112): {"block_m": 192, "block_n": 64, "num_stages": 4, "narrowest_v": 64},
     (48, 48): {"block_m": 192, "block_n": 128, "num_stages": 3, "narrowest_v": 64},
@@ -148,6 +150,8 @@ BETWEEN = {
     (96, 64): {"block_m": 192, "block_n": 128, "num_stages": 3},
     (128, 64): {"block_m": 192, "block_n": 128, "num_stages": 3},
     (184, 184): {"block_m": 128, "block_n": 64, "num_stages": 3},
+    (128, 128): {"block_m": 64, "block_n": 128, "num_stages": 2},
+    (256, 256): {"block_m": 64, "block_n": 64, "num_stages": 3},
     (64, 128): {"block_m": 64, "block_n": 64, "num_stages": 3, "blocks_per_sm": 2},
     (152, 152): {"block_m": 64, "block_n": 64, "num_stages": 2, "blocks_per_sm": 2},
 }
