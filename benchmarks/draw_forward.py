@@ -89,6 +89,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--any-head-dim", action="store_true", help="60 shapes of all head sizes instead of the 40")
     which.add_argument("--named", action="store_true", help="the calls of NAMED instead of drawn ones")
+    parser.add_argument("--again", action="store_true", help="the draw was timed before: a suite of its own in records")
     parser.add_argument("--only", default="", metavar="TEXT", help="time only calls whose names contain this")
     parser.add_argument("--time", type=Path, metavar="RECORD", help="time the shapes, and append them to this record")
     parser.add_argument("--beside", type=Path, metavar="FORWARD", help="a record of the suite `forward`, to compare")
@@ -108,6 +109,8 @@ def main() -> int:
         name, of_seed = "drawn any_head_dim", any_head_dim
     if asked.named:
         name, of_seed = "named forward", named
+    if asked.again:
+        name = f"{name} again"
     cases = draw(parser, asked.out, asked.seed, of_seed)
     try:
         cases = matching(cases, asked.only, name)

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "forward": "the tuned rows",
         "drawn": "drawn shapes",
         "drawn any_head_dim": "drawn, any head_dim",
+        "drawn any_head_dim again": "a draw that rules follow",
         "named forward": "rows that lost before",
         "prefill": "prefill",
         "head_sizes": "head sizes",

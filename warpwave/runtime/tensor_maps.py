@@ -31,8 +31,9 @@ class MapPlan(NamedTuple):
 
     Args:
         source: number of the launcher's argument that the map describes.
-        shape: sizes; (batch, heads, rows, columns) of tensors in Gluon kernels, (batch or page, rows, heads, columns)
-            in `split_kv`. A copy reads zeros past them and writes nothing there.
+        shape: sizes; (batch, heads, rows, columns) of tensors in Gluon kernels, with an axis of heads before the
+            columns if several share a tile; (batch or page, rows, heads, columns) in `split_kv`. A copy reads zeros
+            past them and writes nothing there.
         strides: of the same axes, in elements.
         block: the elements that one copy moves.
         has_layout: whether the descriptor states the layout of shared memory, as Gluon kernels require; for others

@@ -40,7 +40,7 @@ class Schedule(NamedTuple):
     """The tiles of a call: see `scheduler.dense_tile` and `packed_tile`.
 
     Attributes:
-        num_heads: heads that have tiles of their own.
+        num_heads: heads that have tiles of their own. Heads that share tiles count as one, here and below.
         group_size: query heads of a kv head.
         heads_in_l2: heads that run together (host.heads_in_l2).
     """

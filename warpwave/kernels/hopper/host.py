@@ -20,7 +20,7 @@ L2_BYTES = 32 * 1024 * 1024  # for the heads that run together under a causal ma
 # longest blocks of the last group started so late that the backward had 0.94 of the rate of one group (8,192 to 2,048
 # tokens, 32 on 8 heads). In dense calls, groups of 1.1 blocks had 0.95 of the rate of groups of 2.3 (10 heads of
 # 9,600 tokens).
-LEAST_BLOCKS = (2, 8)
+LEAST_BLOCKS_DENSE, LEAST_BLOCKS_PACKED = 2, 8
 LOG2_E = 1.4426950408889634
 MAX_PIECES = 3  # of a tile's width
 Described = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -162,18 +162,19 @@ def options_of(problem: AttentionProblem) -> dict[str, int | bool]:
 def heads_in_l2(
     problem: AttentionProblem, heads: int, tiles: int, bytes_of_head: int, sharing: int = 1, bytes_beside: int = 0
 ) -> int:
-    """Returns how many heads are scheduled together: as many as L2 holds, or more if it takes more for LEAST_BLOCKS
-    blocks per SM, and at most all heads, so that tiles times heads does not overflow.
+    """Returns how many heads are scheduled together: as many as fit L2 together with `bytes_beside`. The group grows
+    until it has LEAST_BLOCKS blocks per SM; in a dense call only while `bytes_of_head` of all its heads fit L2. It has
+    at most all heads, so that tiles times heads does not overflow.
 
     Args:
         heads, tiles: of the schedule, in a dense call the heads of a batch item.
         bytes_of_head: what the tiles of a head read again, of the longest sequence.
         sharing: heads that read the same bytes.
-        bytes_beside: what the tiles of these heads read or write once, in a dense call. It passes through L2 too; a
-            group that is enlarged for LEAST_BLOCKS leaves no room for it.
+        bytes_beside: what the tiles of these heads read or write once, in a dense call.
     """
     most = heads if problem.packed else problem.batch * heads
-    enough = -(-LEAST_BLOCKS[problem.packed] * NUM_SMS * most // max(1, tiles))
+    least_blocks = LEAST_BLOCKS_PACKED if problem.packed else LEAST_BLOCKS_DENSE
+    enough = -(-least_blocks * NUM_SMS * most // max(1, tiles))
     enough = -(-enough // sharing) * sharing
     held = max(1, L2_BYTES // max(1, bytes_of_head)) * sharing
     if problem.packed:
@@ -188,8 +189,9 @@ def of_schedule(
     share a head, or `together` heads share a tile of `block_m` rows; an element has `size` bytes."""
     group_size = problem.num_heads_q // problem.num_heads_kv // together
     heads = problem.num_heads_q * parts // together
-    row_bytes = (problem.head_dim + problem.head_dim_v) * size
-    of_queries = problem.seqlen_q * row_bytes * (problem.num_heads_q // problem.num_heads_kv)
+    of_keys = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
+    of_query = problem.head_dim * size + problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out]
+    of_queries = problem.seqlen_q * of_query * (problem.num_heads_q // problem.num_heads_kv)
     return [
         arguments.slope_strides(operands.alibi_slopes)[0],
         *arguments.lse_strides(problem),
@@ -198,7 +200,7 @@ def of_schedule(
         group_size,
         problem.batch,
         -(-problem.seqlen_q * together // block_m),
-        heads_in_l2(problem, heads, tiles, problem.seqlen_k * row_bytes, group_size * parts, of_queries),
+        heads_in_l2(problem, heads, tiles, of_keys, group_size * parts, of_queries),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,

@@ -2,7 +2,7 @@
 stored."""
 
 from warpwave.kernels.hopper.parts import first_column, halves_of, matrix
-from warpwave.kernels.hopper.visible import place_of_queries, queries_of_group
+from warpwave.kernels.hopper.visible import place_of_queries, queries_of_warpgroup
 from warpwave.runtime.gluon_or_stub import (
     block_barrier,
     constexpr_function,
@@ -132,7 +132,7 @@ def store_piece(tile, I: gl.constexpr, out_maps, out_ptr, work, row, num_heads, 
     """Stores piece I of the output from shared memory."""
     if rules.IS_VARLEN:
         rows_left = work.seqlen_q - row
-        if rows_left >= queries_of_group(rules):
+        if rows_left >= queries_of_warpgroup(rules):
             place = place_of_queries(0, work.head, work.q_begin + row, first_column(out_maps, I), rules)
             tma_store(out_maps[I], place, tile)
         else:

@@ -47,7 +47,7 @@ class Work:
 
     Args:
         tile: index of the tile in its sequence, -1 if no work is left.
-        batch, head: position in a dense tensor; batch is 0 in a packed one.
+        batch, head: position in a dense tensor; batch is 0 in a packed one. Heads count as in `groups.Schedule`.
         q_begin, k_begin: first row of the sequence in a packed tensor, 0 in a dense one.
         seqlen_q, seqlen_k: lengths of the sequence.
     """

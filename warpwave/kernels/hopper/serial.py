@@ -67,7 +67,7 @@ def serial_step(
 def serial_tiles(
     q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
 ):  # fmt: skip
-    """Processes all key tiles [begin, end) of 64 queries, the last first. Returns the softmax state and the number of
+    """Processes all key tiles [begin, end) of 64 rows, the last first. Returns the softmax state and the number of
     the next tile of the rings."""
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
     lead = gl.zeros_like(m_i)

@@ -1,4 +1,4 @@
-"""The keys that 64 queries of the Hopper forward see: tiles that need a mask, tiles that need none, tiles to skip."""
+"""The keys that 64 rows of the Hopper forward see: tiles that need a mask, tiles that need none, tiles to skip."""
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
@@ -44,7 +44,7 @@ class Rules:
 
 
 @constexpr_function
-def queries_of_group(rules):
+def queries_of_warpgroup(rules):
     """Returns the queries of a consumer warpgroup's rows: row r is query r // HEADS of head r % HEADS."""
     return int(ROWS) // int(rules.HEADS)
 
@@ -52,18 +52,18 @@ def queries_of_group(rules):
 @constexpr_function
 def queries_of_block(rules):
     """Returns the queries of a block's rows."""
-    return queries_of_group(rules) * int(rules.GROUPS)
+    return queries_of_warpgroup(rules) * int(rules.GROUPS)
 
 
 @jit
 def first_query(work, GROUP: gl.constexpr, rules):
     """Returns the first query of a consumer."""
-    return (work.tile * rules.GROUPS + GROUP) * queries_of_group(rules)
+    return (work.tile * rules.GROUPS + GROUP) * queries_of_warpgroup(rules)
 
 
 @jit
 def heads_of_rows(head, rows, rules):
-    """Returns the query head of each row. `head` counts as in `scheduler.Work`: HEADS heads are one."""
+    """Returns the query head of each row. `head` counts as in `groups.Schedule`."""
     if rules.HEADS > 1:
         head = head * rules.HEADS + rows % rules.HEADS
     return head
@@ -138,7 +138,7 @@ def tiles_of_block(keys, work, rules):
 
 @aggregate
 class Place:
-    """Position of 64 queries of one head: the first one, the offset from a query to its own key, and ALiBi's slope."""
+    """Position of 64 rows: their first query, the offset from a query to its own key, and ALiBi's slope."""
 
     row_first: gl.tensor
     offset: gl.tensor
@@ -155,7 +155,7 @@ def place_of_group(work, keys, block_begin, block_end, GROUP: gl.constexpr, rule
         whole_begin, whole_end: the tiles among them that need no mask. `end - 1` is excluded and always masked.
     """
     row_first = first_query(work, GROUP, rules)
-    row_last = gl.minimum(row_first + queries_of_group(rules), work.seqlen_q) - 1
+    row_last = gl.minimum(row_first + queries_of_warpgroup(rules), work.seqlen_q) - 1
     begin, end = tiles_seen(keys, row_first, row_last, rules)
     end = gl.minimum(gl.maximum(end, block_begin + 1), block_end)
     begin = gl.minimum(gl.maximum(begin, block_begin), end - 1)

@@ -210,9 +210,10 @@ def _whole_tiles(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice
         return
     saves = tiles.time_us * (1 - 1 / waste)
     text = f"Tiles of {block_m} x {block_n} compute {waste:.3g} x the visible pairs, {us(saves)} of {us(tiles.time_us)}"
-    if problem.seqlen_q < block_m:
-        text += f": {problem.seqlen_q} of the {block_m} rows are queries."
-        if problem.num_heads_q > problem.num_heads_kv:
+    together = getattr(call.config, "heads", 1)  # heads that share a tile
+    if problem.seqlen_q * together < block_m:
+        text += f": {problem.seqlen_q * together} of the {block_m} rows are queries."
+        if problem.num_heads_q > problem.num_heads_kv * together:
             group = problem.num_heads_q // problem.num_heads_kv
             text += f" The {group} query heads that share a kv head could share a tile; {_shares_tiles(call)}."
         else:

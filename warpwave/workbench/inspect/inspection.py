@@ -309,8 +309,8 @@ MOST_OF_A_TILE = 4096  # rows or columns
 
 
 def parse_config(text: str, default: Any) -> Any:
-    """Reads a config: every value in order (`128x64x8x3`; trailing switches may be left out and are then off), or some
-    values by name (`num_stages=2`), which replace those of the default.
+    """Reads a config: every value in order (`128x64x8x3`; trailing values that have a default may be left out and take
+    it), or some values by name (`num_stages=2`), which replace those of the kernel's choice.
 
     Raises:
         InvalidInput: the text is not a config of this kernel; the message lists its fields.
@@ -328,11 +328,12 @@ def parse_config(text: str, default: Any) -> Any:
                 raise InvalidInput(f"config has no {name!r}" + (f"; did you mean {close[0]}?" if close else known))
     else:
         values, needed = text.split("x"), len(names)
-        while needed and getattr(type(default), names[needed - 1], None) is False:  # a switch that is off by default
+        while needed and hasattr(type(default), names[needed - 1]):  # it has a default
             needed -= 1
         if not needed <= len(values) <= len(names):
             raise InvalidInput(f"config {text!r} has {len(values)} values and this kernel's has {needed}{known}")
-        given = dict.fromkeys(names[needed:], "0") | dict(zip(names, values, strict=False))
+        left_out = {name: str(int(getattr(type(default), name))) for name in names[needed:]}
+        given = left_out | dict(zip(names, values, strict=False))
     try:
         wanted = {name: _like(getattr(default, name), value) for name, value in given.items()}
         for name, value in wanted.items():

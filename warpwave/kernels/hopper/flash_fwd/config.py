@@ -22,7 +22,7 @@ PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
 # Widths of V whose narrow pieces are padded: products with 16 or 32 columns last about as long as with 64.
 PADDED_VALUES = (48, 112, 176)
-GAIN_OF_SHARING = "1.00 to 1.08 times as fast as one head a tile at 1,024 queries and more, up to 1.7 at few"
+GAIN_OF_SHARING = "0.98 to 1.08 times as fast as one head a tile at 1,024 queries and more, 0.94 to 1.74 at fewer"
 GAIN_OF_PADDING = "narrower pieces take 1.07 times as long at 48, 1.04 at 176; at 112 it allows blocks of 192 queries"
 
 
@@ -282,9 +282,15 @@ def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
     is_plain = is_unmasked and not problem.packed
     is_bare = problem.alibi_shape is None and problem.softcap == 0.0 and problem.window_size == (-1, -1) and is_plain
     return _Facts(
-        _width(problem), sum(pieces(problem.head_dim_v)), num_parts(problem, gpu), bias_bytes(problem),
-        heads_together(problem), is_unmasked, is_plain, is_bare,
-    )  # fmt: skip
+        width=_width(problem),
+        width_v=sum(pieces(problem.head_dim_v)),
+        parts=num_parts(problem, gpu),
+        bias_bytes=bias_bytes(problem),
+        heads=heads_together(problem),
+        is_unmasked=is_unmasked,
+        is_plain=is_plain,
+        is_bare=is_bare,
+    )
 
 
 class Call:
@@ -332,8 +338,8 @@ class Call:
 
     @property
     def fills_64_once(self) -> bool:
-        """Returns whether all queries of a sequence fit one block of 64 queries, with more such blocks than SMs, in 16
-        bits without mask or bias."""
+        """Returns whether all rows of a sequence, of all heads that share a tile, fit one block of 64, with more such
+        blocks than SMs, in 16 bits without mask or bias."""
         p = self.problem
         is_short = p.seqlen_q * self.heads <= 64 and query_tiles(p, 64, self.heads) > self.num_sms
         return self.is_unmasked and is_short
@@ -347,10 +353,16 @@ class Call:
 
     @property
     def is_short_causal(self) -> bool:
-        """Returns whether position hides keys and no query sees more than 2,048; without chunks at the end of many
-        keys, which see nearly all of them."""
+        """Returns whether position hides keys and no query sees more than 2,048."""
+        return self.problem.has_band and self.reach <= SHORT_KEYS
+
+    @property
+    def is_chunk(self) -> bool:
+        """Returns whether there are more than twice as many keys as queries and position hides few of them, in 16 bits
+        without mask or bias."""
         p = self.problem
-        return p.has_band and self.reach <= SHORT_KEYS and 2 * p.seqlen_q >= min(p.seqlen_k, SHORT_KEYS)
+        hides_few = p.window_size == (-1, -1) and (p.causal is None or p.causal.alignment == "bottom_right")
+        return self.is_unmasked and hides_few and 2 * p.seqlen_q < p.seqlen_k
 
     @property
     def pads_values(self) -> bool:
@@ -425,17 +437,18 @@ RULES: tuple[Rule[Config], ...] = (
         LOSING,
     ),
     Rule(
-        "head_dim 129 to 256, dense, no mask or bias, at most one block of 64 queries an SM",
+        "head_dim 129 to 256, dense, 16 bits, no mask or bias, at most one block of 64 queries an SM",
         lambda c: 128 < c.width <= 256 and c.has_few_tiles,
         (Config(64, 64, 3), Config(64, 64, 2)),
-        "1.10 to 1.35 times as fast as 128 queries in 36 calls of head_dim 192 to 256 on an H100, 32 to 132 blocks",
+        "1.10 to 1.35 times as fast as 128 queries in 36 calls on an H100, 32 to 132 blocks, at head_dim 192, 224 and "
+        "256; others were not measured",
         FEW_TILES,
     ),
     Rule(
-        "head_dim 65 to 128, dense, no mask or bias, at most one block of 64 queries an SM",
+        "head_dim 65 to 128, dense, 16 bits, no mask or bias, at most one block of 64 queries an SM",
         lambda c: 64 < c.width <= 128 and c.has_few_tiles,
         (Config(64, 128, 2),),
-        "1.14 to 1.38 times as fast as 128 queries in 18 calls on an H100, 112 to 132 blocks",
+        "1.14 to 1.38 times as fast as 128 queries in 18 calls on an H100, 112 to 132 blocks, at head_dim 96 and 128",
         FEW_TILES,
     ),
     Rule(
@@ -450,8 +463,8 @@ RULES: tuple[Rule[Config], ...] = (
         "head_dim_v 177 to 224, head_dim at most 224, dense, no mask, or a causal mask and over 2,048 keys a query",
         lambda c: c.width <= 224 and c.width_v > 176 and c.is_bare and not c.is_short_causal,
         (Config(128, 64, 3), Config(128, 64, 2)),
-        "0.98 to 1.09 times as fast as 2 stages in 23 full calls on an H100, 0.99 to 1.04 in 13 of 14 causal ones; "
-        "causal with fewer keys 0.94 to 1.04",
+        "0.98 to 1.09 times as fast as 2 stages in 23 full calls on an H100, 0.99 to 1.04 in 13 causal ones, 0.93 at "
+        "3 x 512 on 4,096; causal with fewer keys 0.94 to 1.04",
         THREE_STAGES,
     ),
     Rule(
@@ -479,8 +492,8 @@ RULES: tuple[Rule[Config], ...] = (
         OF_192,
     ),
     Rule(
-        "head_dim 65 to 128, packed, heads of a group share tiles, at least 512 keys, and blocks of 192 queries "
-        "balance over the SMs",
+        "head_dim 65 to 128, packed, heads of a group share tiles, at least 512 keys a query, and blocks of 192 "
+        "queries balance over the SMs",
         lambda c: c.width > 64 and c.problem.packed and c.heads > 1 and c.reach >= 512 and c.suits_192,
         (Config(192, 64, 4),),
         "1.04 to 1.10 times as fast as 128 x 128 in six calls of 32 on 8 heads of 128 on an H100; 0.93 with documents "
@@ -497,16 +510,17 @@ RULES: tuple[Rule[Config], ...] = (
         BETWEEN_SECTORS,
     ),
     Rule(
-        "head_dim up to 64, 16 bits, no mask or bias, at most 640 keys",
+        "head_dim up to 64, 16 bits, no mask or bias, at most 640 keys a query",
         lambda c: c.is_unmasked and c.reach <= 640,
         (Config(64, 64, 3, 3),),
-        "0.99 to 1.45 times as fast as 192 queries in 12 full calls of 384 to 600 keys and of grouped heads on an "
-        "H100; 0.94 at 768 keys",
+        "0.98 to 1.10 times as fast as 192 queries in nine full calls of 384 and 512 keys on an H100, 1.14 to 1.45 in "
+        "eight of grouped heads with 128, 256 and 600; 0.94 at 768 keys; windows were not measured",
         SHORT_CALLS,
     ),
     Rule(
-        "head_dim up to 64, a causal mask or window, at most 2,048 keys a query, no chunk at the end of more keys",
-        lambda c: c.is_short_causal,
+        "head_dim up to 64, a causal mask or window, at most 2,048 keys a query, no chunk (over twice as many keys as "
+        "queries)",
+        lambda c: c.is_short_causal and not c.is_chunk,
         (Config(64, 64, 3, 3),),
         "less waste at the diagonal: 1.23 x as fast as 192 queries at 16 x 1024, 1.04 at 8 x 2048, 0.98 at 5 x 3072, "
         "0.88 at 1 x 16384; in a window of 1,024 1.09, of 4,096 0.96",
@@ -520,11 +534,11 @@ RULES: tuple[Rule[Config], ...] = (
         LOSING,
     ),
     Rule(
-        "head_dim up to 64, 16 bits, no mask or bias, blocks of 192 queries do not balance over the SMs, those of 128 "
-        "do",
-        lambda c: c.is_unmasked and c.is_unbalanced and c.rows_per_sm(128) <= c.rows_per_sm(64),
+        "head_dim up to 64, 16 bits, no mask or bias, over twice as many keys as queries, blocks of 192 queries do not "
+        "balance over the SMs, those of 128 do",
+        lambda c: c.is_chunk and c.is_unbalanced and c.rows_per_sm(128) <= c.rows_per_sm(64),
         (Config(128, 128, 3),),
-        "0.97 to 1.11 times as fast as blocks of 64 queries in ten chunks on an H100, 24 x 64 on 2,048 keys to 4 x 128 "
+        "0.97 to 1.31 times as fast as blocks of 64 queries in 12 chunks on an H100, 16 x 32 on 2,048 keys to 4 x 128 "
         "on 8,192",
         SHORT_CALLS,
     ),

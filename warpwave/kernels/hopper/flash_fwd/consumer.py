@@ -1,6 +1,6 @@
-"""The consumer warpgroups of the Hopper forward, of 64 queries each.
+"""The consumer warpgroups of the Hopper forward, of 64 rows each.
 
-A consumer walks the keys that its 64 queries see, from the last to the first. While it turns scores into probabilities,
+A consumer walks the keys that its 64 rows see, from the last to the first. While it turns scores into probabilities,
 the tensor cores multiply the previous tile's probabilities by its values. Under a causal mask the tiles at the diagonal
 come first and are not overlapped. With a window, the tiles at its edges are overlapped like all others (mask_bias.py).
 The same holds for all tiles of a boolean mask; tiles that it hides entirely are skipped.
@@ -217,7 +217,7 @@ def first_state(v_ring, BLOCK_N: gl.constexpr):
 def overlapped_tiles(
     q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
 ):  # fmt: skip
-    """Processes all key tiles [begin, end) of 64 queries, the last first. Tiles that every query sees, or all tiles
+    """Processes all key tiles [begin, end) of 64 rows, the last first. Tiles that every query sees, or all tiles
     with a window, are overlapped in pairs. Returns the softmax state and the number of the next tile of the rings."""
     # Tiles at the diagonal and the ragged end. The last one's product with V is left in flight.
     m_i, lead, l_i, acc = first_state(v_ring, rules.BLOCK_N)
@@ -326,7 +326,7 @@ class Consumer:
 
 @jit
 def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
-    """Computes attention for the GROUP-th 64 queries of each block that the producer announces."""
+    """Computes attention for the GROUP-th 64 rows of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty
     k_ring = role.k_ring

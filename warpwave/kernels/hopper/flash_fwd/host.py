@@ -324,6 +324,7 @@ def _specify_parts(
 ) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
     """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
     maps."""
+    _refuse_heads(problem, config)
     widths = [sum(found) for found in row_pieces(problem, config)]
     arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
     if count == 1:

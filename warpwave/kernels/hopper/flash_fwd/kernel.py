@@ -1,7 +1,7 @@
 """FlashAttention forward for NVIDIA Hopper: warp-specialized, in Gluon; bf16 and fp16, head_dim up to 384; float32 by
 parts of 16 bits, up to 256; int8 q and k beside a 16-bit v, up to 256.
 
-A block is one producer warp and one to three consumer warpgroups of 64 queries each. The producer loads Q, K and V
+A block is one producer warp and one to three consumer warpgroups of 64 rows each. The producer loads Q, K and V
 tiles into shared memory by TMA. Consumers multiply them by wgmma directly from shared memory and keep probabilities in
 registers. They turn the scores of one tile into probabilities while the tensor cores work on the previous tile
 (producer.py, consumer.py, ../softmax.py). Blocks are persistent and draw tiles of queries from a counter, longest first
@@ -71,11 +71,12 @@ def hopper_flash_fwd_kernel(
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
 ):
-    """Processes tiles of 64 * GROUPS queries of one head until the counter is exhausted.
+    """Processes tiles of 64 * GROUPS rows until the counter is exhausted. A row is a query of one of HEADS heads.
 
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
-    None. In float32, PARTS consecutive heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no
-    maps. Q_BLOCK and K_BLOCK tokens of int8 share a factor, or all tokens of a head if 0.
+    None. If several heads share a tile, maps of Q and out have the axes of host.together. In float32, PARTS consecutive
+    heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no maps. Q_BLOCK and K_BLOCK tokens of
+    int8 share a factor, or all tokens of a head if 0.
     """
     GROUPS: gl.constexpr = call_options.GROUPS
     PARTS: gl.constexpr = call_options.PARTS

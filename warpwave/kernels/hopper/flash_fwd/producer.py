@@ -32,7 +32,7 @@ from warpwave.kernels.hopper.visible import (
     keys_of_sequence,
     place_of_queries,
     queries_of_block,
-    queries_of_group,
+    queries_of_warpgroup,
     tiles_of_block,
 )
 from warpwave.runtime.gluon_or_stub import (
@@ -173,7 +173,7 @@ def load_queries(role, batch, work, row, messages):
         mbarrier.expect(role.q_full.index(g), tile_bytes(role.q_maps) * rules.PARTS)
         for part in gl.static_range(rules.PARTS):
             for i in gl.static_range(len(role.q_maps)):
-                head, query = work.head * rules.PARTS + part, row + g * queries_of_group(rules)
+                head, query = work.head * rules.PARTS + part, row + g * queries_of_warpgroup(rules)
                 place = place_of_queries(batch, head, query, first_column(role.q_maps, i), rules)
                 tma_load(role.q_maps[i], place, role.q_full.index(g), role.q_tiles[i].index(g * rules.PARTS + part))
 
