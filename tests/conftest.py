@@ -28,12 +28,12 @@ if not torch.cuda.is_available():
 SAMPLED = {"tiled": 40, "naive": 80, "split_kv": 100, "large_head_dim": 100, "three_kernel": 100}
 # Without a GPU Hopper's kernels refuse every call of the conformance suite, for one reason.
 SAMPLED_REFUSALS = 10
-# Of flash_fwd every case of these, of the grid every other, runs without a GPU in `make test`, with one of the data
+# Of flash_fwd every case of these, of the grid every third, runs without a GPU in `make test`, with one of the data
 # sets or types, in turn: an interpreted call takes a third of a second, and seconds with products of rounded parts.
-IN_TURN = {"test_case_grid[": 2 * len(DATA_SETS), "test_tile_edges[": len(DATA_SETS), "test_retrieval[": 3}
-# Of tests whose calls take seconds (emulated kernels of Hopper, pairs of layouts) half of the cases run in `make test`:
-# of each two, the first and the second in turn, so that a last axis of two values is met with both.
-HALVED = dict.fromkeys(
+IN_TURN = {"test_case_grid[": 3 * len(DATA_SETS), "test_tile_edges[": len(DATA_SETS), "test_retrieval[": 3}
+# Of tests whose calls take seconds (emulated kernels of Hopper, pairs of layouts) a quarter of the cases run in `make
+# test`: of each four, the first to the fourth in turn, so that a last axis of two or four values is met with all.
+SELDOM = dict.fromkeys(
     (
         *("test_dropout_on_a_cpu[", "test_float32_on_other_data[", "test_splits_of_a_group[", "test_float32_on_a_cpu["),
         *("test_a_bias_whose_gradient_is_not_wanted[", "test_nan_of_a_neighbor_stays_there[", "test_masks_on_a_cpu["),
@@ -41,8 +41,9 @@ HALVED = dict.fromkeys(
         *("test_tiles_that_a_mask_hides_are_not_visited[", "test_layouts_equal_contiguous[", "test_pairs_of_features["),
         *("test_the_protocol_on_a_cpu[", "test_float32_with_dropout_on_a_cpu[", "test_a_budget_is_kept["),
         *("test_every_arithmetic_keeps_its_promise[", "test_steps_that_show_a_pair_are_listed["),
+        "test_heads_that_share_tiles_on_a_cpu[",
     ),
-    2,
+    4,
 )
 MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
 
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             if seen[kernel] % every and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.full)
             seen[kernel] += refused or kernel in SAMPLED
-        in_turn = HALVED | IN_TURN if kernel == "flash_fwd" else HALVED
+        in_turn = SELDOM | IN_TURN if kernel == "flash_fwd" else SELDOM
         test = next((name for name in in_turn if item.name.startswith(name)), None)
         if test is not None and not item.get_closest_marker("full") and not item.get_closest_marker("gpu"):
             # What a case takes in turn comes one after another.
