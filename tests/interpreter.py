@@ -3,11 +3,11 @@
 The interpreter replaces the functions of `triton.language` at every launch. It does the same at every call of a device
 function, which takes it a third of the time of our kernels and changes nothing but `triton.language.core`. Here a
 launch replaces both modules' functions, and a call runs the device function only. It makes a table of all types
-whenever it needs NumPy's name of one, which takes a tenth of the time; here each type is looked up once. It spends
-a quarter of the time on checks of integer sums and products for overflow, and ignores their results; here an overflow
-of signed integers is an error, and a check takes one NumPy operation. It describes the shape of each tensor and of each
-type anew, and compares types by name and shapes by size, which takes a third of the time; here each shape is described
-once, and equal types and shapes are found by identity.
+whenever it needs NumPy's name of one, which takes a tenth of the time; here each type is looked up once. It spends a
+quarter of the time on checks of integer sums and products for overflow, and ignores their results; here an overflow of
+signed integers is an error, and a check takes one NumPy operation. It describes the shape of each tensor and of each
+type anew, and compares types by name and shapes by size; here each shape is described once, and equal types and shapes
+are found by identity.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import flash_fwd_fp8
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.hopper.flash_bwd import config as hopper_flash_bwd_configs
-from warpwave.kernels.hopper.flash_fwd import config as hopper_flash_fwd_configs
+from warpwave.kernels.hopper.flash_fwd import choice as hopper_flash_fwd_choice
 from warpwave.kernels.hopper.flash_fwd_fp8 import config as flash_fwd_fp8_configs
 from warpwave.kernels.hopper.large_head_dim import config as hopper_large_head_dim_configs
 from warpwave.kernels.large_head_dim import choice as large_head_dim_choice
@@ -64,11 +64,11 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
     (
         hopper_flash_fwd,
         (
-            *hopper_flash_fwd_configs.RULES,
-            *hopper_flash_fwd_configs.RULES_OF_PARTS,
-            *hopper_flash_fwd_configs.RULES_OF_INT8,
+            *hopper_flash_fwd_choice.RULES,
+            *hopper_flash_fwd_choice.RULES_OF_PARTS,
+            *hopper_flash_fwd_choice.RULES_OF_INT8,
         ),
-        _only(hopper_flash_fwd_configs.rule_of),
+        _only(hopper_flash_fwd_choice.rule_of),
     ),
     (flash_fwd_fp8, flash_fwd_fp8_configs.RULES, _only(flash_fwd_fp8_configs.rule_of)),
     (hopper_flash_bwd, hopper_flash_bwd_configs.RULES, _only(hopper_flash_bwd_configs.rule_of)),

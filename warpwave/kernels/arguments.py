@@ -5,7 +5,7 @@ Every kernel treats a dense and a packed call alike: a packed tensor is one whos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -79,9 +79,10 @@ def matrix_options(problem: AttentionProblem, gpu: Gpu, block_m: int, block_n: i
     return {}
 
 
-def token_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides of q, k, v or out: (batch, token, head, element)."""
-    return (0, *tensor.stride()) if problem.packed else tensor.stride()
+def token_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides of q, k, v or out, (batch, token, head, element), or of a pool of pages, (page, token, head,
+    element). A packed tensor has a batch stride of 0."""
+    return (0, *tensor.stride())[-4:]
 
 
 def lse_strides(problem: AttentionProblem) -> tuple[int, int]:
@@ -108,9 +109,7 @@ def score_rules(
     problem: AttentionProblem, mask: torch.Tensor | None, bias: torch.Tensor | None, slopes: torch.Tensor | None
 ) -> list[int | float]:
     """Returns the run-time numbers of `groups.ScoreRules`, in their order."""
-    strides: Sequence[int] = (0,) * 10
-    if not (mask is bias is slopes is None):
-        strides = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
+    strides = (*broadcast_strides(mask), *broadcast_strides(bias), *slope_strides(slopes))
     return [*strides, problem.softmax_scale, problem.softcap]
 
 

@@ -16,6 +16,7 @@ from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.cost import walk
 from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper.flash_fwd import choice
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.kernels.prepass import scale_ahead, split_ahead
@@ -233,9 +234,9 @@ def test_tiles_of_widths_between_the_powers_of_two(
     problem = replace(LARGE, head_dim=widths[0], head_dim_v=widths[1], **change)
     config = flash_fwd.configs(problem, H200)[0]
     assert config == expected
-    *_, said = flash_fwd_configs.notes(problem, H200, config)
+    *_, said = choice.notes(problem, H200, config)
     assert ("rows of V are padded" in said) == (config.narrowest_v == 64)
-    assert "the table would choose another" not in " ".join(flash_fwd_configs.notes(problem, H200, config))
+    assert "the table would choose another" not in " ".join(choice.notes(problem, H200, config))
 
 
 @pytest.mark.parametrize(
@@ -482,9 +483,7 @@ def test_a_captured_launch_shares_its_counter_with_nobody(dtype: torch.dtype) ->
     assert torch.equal(captured, expected)
 
 
-@pytest.mark.parametrize(
-    "rules", [flash_fwd_configs.RULES, flash_fwd_configs.RULES_OF_PARTS], ids=["one part", "parts"]
-)
+@pytest.mark.parametrize("rules", [choice.RULES, choice.RULES_OF_PARTS], ids=["one part", "parts"])
 def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
     records = Path(__file__).parents[3] / "benchmarks" / "records"
     for rule in rules:
@@ -495,11 +494,11 @@ def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
 
 def test_explain_prints_the_row_that_decided() -> None:
     problem = replace(PROBLEM, batch=16, head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, causal=Causal())
-    config = flash_fwd_configs.default(problem, H200)
+    config = choice.default(problem, H200)
     assert config is not None
-    said, of_heads = flash_fwd_configs.notes(problem, H200, config)
-    assert "at most 2,048 keys a query" in said and flash_fwd_configs.MASKS in said
-    assert "4 query heads of a kv head share a tile" in of_heads and flash_fwd_configs.TOGETHER in of_heads
+    said, of_heads = choice.notes(problem, H200, config)
+    assert "at most 2,048 keys a query" in said and choice.MASKS in said
+    assert "4 query heads of a kv head share a tile" in of_heads and choice.TOGETHER in of_heads
     assert "at most 2,048 keys a query" in " ".join(str(explain(problem, gpu=H200)).split())
-    (said,) = flash_fwd_configs.notes(problem, H200, flash_fwd_configs.Config(128, 128, 2))
+    (said,) = choice.notes(problem, H200, flash_fwd_configs.Config(128, 128, 2))
     assert "another config" in said

@@ -217,12 +217,12 @@ def specify(
 
     def in_units(*rows: torch.Tensor | None) -> list[int]:
         """Returns the strides of tensors whose last stride is 1; of absent tensors, 0 in place of the others."""
-        given = [(0, 0, 0, 0) if t is None else token_strides(problem, t) for t in rows]
+        given = [(0, 0, 0, 0) if t is None else token_strides(t) for t in rows]
         return [number for strides in given for number in (*(stride // unit for stride in strides[:-1]), 1)]
 
     shared: list[int | float | None] = []
     for tensor in operands[:3]:
-        *outer, inner = token_strides(problem, tensor)
+        *outer, inner = token_strides(tensor)
         shared += (*(stride // unit for stride in outer), inner)
     shared += in_units(dout)
     shared += score_rules(problem, *operands[3:6])

@@ -418,7 +418,7 @@ def _scalars(
     unit = stride_unit(operands, out)
     strides: list[int] = []
     for tensor in (*operands[:3], out):
-        *outer, inner = token_strides(problem, tensor)
+        *outer, inner = token_strides(tensor)
         strides += (*(stride // unit for stride in outer), 1 if tensor is out else inner)
     strides += lse_strides(problem)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]

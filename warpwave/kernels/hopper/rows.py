@@ -129,15 +129,15 @@ def store_out(out, out_maps, out_tiles, out_ptr, work, row, num_heads, GROUP: gl
 
 @jit
 def store_piece(tile, I: gl.constexpr, out_maps, out_ptr, work, row, num_heads, rules):
-    """Stores piece I of the output from shared memory."""
+    """Stores piece I of the output, from query `row` on, from shared memory."""
     if rules.IS_VARLEN:
-        rows_left = work.seqlen_q - row
-        if rows_left >= queries_of_warpgroup(rules):
+        queries_left = work.seqlen_q - row
+        if queries_left >= queries_of_warpgroup(rules):
             place = place_of_queries(0, work.head, work.q_begin + row, first_column(out_maps, I), rules)
             tma_store(out_maps[I], place, tile)
         else:
             store_rows(
-                matrix(tile), out_ptr, work.q_begin + row, rows_left, work.head, num_heads,
+                matrix(tile), out_ptr, work.q_begin + row, queries_left, work.head, num_heads,
                 out_maps[I].shape[-1].to(gl.int64), first_column(out_maps, I), rules.HEADS,
             )  # fmt: skip
     else:

@@ -263,11 +263,11 @@ def specify(
         # probability is exactly 1.
         options={"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False},
     )
-    q_strides, k_strides, v_strides = (token_strides(problem, t) for t in (q, k, v))
+    q_strides, k_strides, v_strides = (token_strides(t) for t in (q, k, v))
     return (
         product(score, (q, k, scores), (*q_strides, *k_strides)),
         softmax,
-        product(sum_values, (scores, row_scale, v, out), (*v_strides, *token_strides(problem, out)[:-1], 1)),
+        product(sum_values, (scores, row_scale, v, out), (*v_strides, *token_strides(out)[:-1], 1)),
     )
 
 

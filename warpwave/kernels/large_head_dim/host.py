@@ -142,10 +142,11 @@ def _specify(
         grid=_blocks(problem, config),
         tensors=(*operands[:3], out, lse, acc, state, *_beyond(operands)),
         scalars=[
-            *token_strides(problem, operands.q),
+            *token_strides(operands.q),
             # Axes of a pool of pages: (page, token in the page, head, element).
-            *(n for t in operands[1:3] for n in (t.stride() if problem.page_size else token_strides(problem, t))),
-            *token_strides(problem, out)[:-1],
+            *token_strides(operands.k),
+            *token_strides(operands.v),
+            *token_strides(out)[:-1],
             1,
             *lse_strides(problem),
             config.num_splits,

@@ -142,7 +142,7 @@ def operand_strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]
     unit = math.gcd(4, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
     strides: list[int] = []
     for tensor in tensors:
-        *outer, inner = token_strides(problem, tensor)
+        *outer, inner = token_strides(tensor)
         strides += (*(stride // unit for stride in outer), inner)
     return strides, unit
 

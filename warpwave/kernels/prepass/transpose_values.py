@@ -111,7 +111,7 @@ def specify(
     problem: AttentionProblem, gpu: Gpu, operands: QuantizedOperands, transposed: torch.Tensor
 ) -> launch.Launch:
     """Returns the launch that transposes v into a tensor of `shape`."""
-    *outer, inner = arguments.token_strides(problem, operands.v)
+    *outer, inner = arguments.token_strides(operands.v)
     unit = math.gcd(16, *outer)
     batch, heads, width, length = transposed.shape
     slots = length // KEYS.value

@@ -42,6 +42,7 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     tile_widths,
+    token_strides,
     window,
 )
 from warpwave.kernels.split_kv import few_rows_host as few_rows
@@ -353,8 +354,7 @@ def _scalars(
     paged = isinstance(operands, CachedOperands)
     strides: list[int] = []
     for tensor in operands[:3]:
-        # Packed tensors have a batch stride of 0. Pools have the axes of a dense tensor: page, token, head, element.
-        outer, token, head, element = (0, *tensor.stride())[-4:]
+        outer, token, head, element = token_strides(tensor)
         strides += (outer // unit, token // unit, head // unit, element)
     return [
         *strides,
@@ -368,7 +368,7 @@ def _scalars(
         operands.page_table.stride(0) if paged else 0,
         operands.k.shape[0] if paged else 0,
         operands.page_table.shape[0] if paged else 0,
-        *cache_descales.strides(*(operands[-2:] if paged else (None, None))),
+        *cache_descales.strides(*((operands.k_descale, operands.v_descale) if paged else (None, None))),
         problem.num_heads_kv,
         first_key,
         partials.lse_rows(problem),

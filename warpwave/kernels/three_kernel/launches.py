@@ -88,7 +88,7 @@ def launches(
     lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem))
     heads = (problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv)
     rules = score_rules(problem, mask, bias, slopes)
-    of_out = (*token_strides(problem, out)[:-1], 1, *lse_strides(problem))
+    of_out = (*token_strides(out)[:-1], 1, *lse_strides(problem))
     # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
     # probability is exactly 1.
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": False}
@@ -104,7 +104,7 @@ def launches(
                 grid=chunk.heads * tiles_m * tiles_n * config.split_d,
                 tensors=(q, k, p if fused else raw, workspace.tile_max, workspace.tile_sum, mask, bias, slopes,
                          *ends),
-                scalars=[*token_strides(problem, q), *token_strides(problem, k), *strides, *split, *rules, *lengths,
+                scalars=[*token_strides(q), *token_strides(k), *strides, *split, *rules, *lengths,
                          *where, *heads, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block_k,
                            "HEAD_DIM": problem.head_dim, "SPLIT_D": config.split_d, "FUSED": fused, **hides, **band,
@@ -134,7 +134,7 @@ def launches(
                 kernel=chunk_online_kernel,
                 grid=chunk.heads * tiles * -(-problem.head_dim_v // block_v),
                 tensors=(raw, v, out, lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*strides, *split, *token_strides(problem, v), *of_out, *rules, *lengths, *where, *heads,
+                scalars=[*strides, *split, *token_strides(v), *of_out, *rules, *lengths, *where, *heads,
                          tiles],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "BLOCK_V": block_v,
                            "HEAD_DIM_V": problem.head_dim_v, "SPLIT_D": config.split_d, **hides, **band, **features,
@@ -148,7 +148,7 @@ def launches(
                 grid=chunk.heads * tiles_m * -(-problem.head_dim_v // block_v),
                 tensors=(p, workspace.row_scale, workspace.tile_max, workspace.tile_sum, v, out, lse, sinks,
                          *ends),
-                scalars=[*p_strides, *token_strides(problem, v), *of_out, *lengths, *where, *heads, tiles_m, tiles_n],
+                scalars=[*p_strides, *token_strides(v), *of_out, *lengths, *where, *heads, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
                            "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused,
                            "ONE_STEP": is_one_step(problem, config, cut.width), **hides, **band, **of_sinks, **varlen,
@@ -163,7 +163,7 @@ def launches(
                     kernel=chunk_scale_kernel,
                     grid=piece.heads * piece.rows * -(-problem.head_dim_v // columns),
                     tensors=(workspace.sums, workspace.row_scale, out),
-                    scalars=[*token_strides(problem, out)[:-1], cut.rows, problem.num_heads_q,
+                    scalars=[*token_strides(out)[:-1], cut.rows, problem.num_heads_q,
                              chunk.first_head + piece.first_head, chunk.row_begin + piece.row_begin, piece.rows,
                              piece.first_head * cut.rows + piece.row_begin],
                     constants={"HEAD_DIM_V": problem.head_dim_v, "COLUMNS": columns},

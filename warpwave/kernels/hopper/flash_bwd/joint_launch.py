@@ -107,7 +107,7 @@ def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step
         grid=launches.heads_of(problem) * tiles,
         tensors=given(tensors),
         scalars=[
-            *arguments.token_strides(problem, tensors.dq)[:3],
+            *arguments.token_strides(tensors.dq)[:3],
             problem.num_heads_q,
             tiles,
             *launches.block_sizes(problem),

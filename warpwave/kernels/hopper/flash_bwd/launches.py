@@ -140,7 +140,7 @@ def heads_of(problem: AttentionProblem) -> int:
 
 def head_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, int, int]:
     """Returns the strides of batch, head and row."""
-    batch, row, head, _ = arguments.token_strides(problem, tensor)
+    batch, row, head, _ = arguments.token_strides(tensor)
     return batch, head, row
 
 
@@ -280,8 +280,8 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
             grid=heads_of(problem) * tiles,
             tensors=given(tensors),
             scalars=[
-                *arguments.token_strides(problem, tensors.out),
-                *arguments.token_strides(problem, tensors.dout),
+                *arguments.token_strides(tensors.out),
+                *arguments.token_strides(tensors.dout),
                 *arguments.lse_strides(problem),
                 *of_dlse,
                 problem.num_heads_q,

@@ -3,7 +3,8 @@
 Bound: tensor cores from head_dim 128 on, exponentials and instruction issue at 64 (kernel.py).
 """
 
-from warpwave.kernels.hopper.flash_fwd.config import ABLE, default, notes
+from warpwave.kernels.hopper.flash_fwd.choice import default, notes
+from warpwave.kernels.hopper.flash_fwd.config import ABLE
 from warpwave.kernels.hopper.flash_fwd.host import (
     NAME,
     NEEDS_GPU,

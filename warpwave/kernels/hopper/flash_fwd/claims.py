@@ -9,18 +9,18 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
+from warpwave.kernels.hopper.flash_fwd.choice import default
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
-    NUM_SMS,
     PARTS,
     Config,
-    default,
     has_bias_cells,
     num_parts,
     query_tiles,
     row_pieces,
     smem_bytes,
 )
+from warpwave.kernels.hopper.host import NUM_SMS
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 

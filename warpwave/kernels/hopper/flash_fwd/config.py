@@ -1,29 +1,20 @@
-"""Configs of `hopper/flash_fwd`: their values, the SM resources they need, and the rules that choose the default."""
+"""Configs of `hopper/flash_fwd`: their values, the SM resources they need, and those that fit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import rules
-from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
+from warpwave.kernels.hopper.host import bias_bytes, pieces
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import scale_ahead
-from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
 
-SHORT_KEYS = 2048
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
-# Widths of V whose narrow pieces are padded: products with 16 or 32 columns last about as long as with 64.
-PADDED_VALUES = (48, 112, 176)
-GAIN_OF_SHARING = "0.98 to 1.08 times as fast as one head a tile at 1,024 queries and more, 0.94 to 1.74 at fewer"
-GAIN_OF_PADDING = "narrower pieces take 1.07 times as long at 48, 1.04 at 176; at 112 it allows blocks of 192 queries"
 
 
 @dataclass(frozen=True)
@@ -170,47 +161,6 @@ def values_first(problem: AttentionProblem, config: Config) -> bool:
     return sum(row_pieces(problem, config)[1]) <= 128 and not has_bias_cells(problem)
 
 
-# Choice of a config ---------------------------------------------------------------------------------------------------
-
-
-def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the default first, then every other candidate that fits the GPU's shared memory and registers; empty if
-    none fits."""
-    parts, first = num_parts(problem, gpu), default(problem, gpu)
-    found = fitting(problem, gpu)
-    if parts > 1:  # one stage only if nothing else fits
-        found = [c for c in found if c.num_stages > 1 or replace(c, num_stages=2) not in found]
-    return [] if first is None else [first, *(c for c in found if c != first)]
-
-
-def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
-    """Returns the config used when the caller names none; None if no config fits."""
-    candidates = _candidates(problem, gpu)
-    if len(candidates) == 1:  # by what does not depend on lengths
-        return candidates[0][1]
-    call = Call(problem, gpu)
-    for rule, config in candidates[:-1]:
-        if rule.holds(call):
-            return config
-    return candidates[-1][1]  # its rule holds for every call
-
-
-@by_kind
-def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config], Config | None]]:
-    """Returns the rules that depend on lengths, each with its first config that fits the GPU, else any that fits."""
-    other = next(iter(fitting(problem, gpu)), None)
-    call = Call(problem, gpu)
-    rows = undecided(_table(call), call)
-    return [(rule, next((_completed(call, c) for c in rule.choices if _runs(problem, gpu, c)), other)) for rule in rows]
-
-
-def _completed(call: Call, config: Config) -> Config:
-    """Returns the config with heads that share tiles, and rows of V in wider pieces if that is faster and fits."""
-    config = replace(config, heads=call.heads)
-    wider = replace(config, narrowest_v=64)
-    return wider if call.pads_values and _runs(call.problem, call.gpu, wider) else config
-
-
 @by_kind
 def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     """Returns the candidates that fit the GPU's shared memory and registers."""
@@ -221,19 +171,20 @@ def _space(problem: AttentionProblem, parts: int) -> list[Config]:
     return [
         Config(block_m, block_n, num_stages, blocks_per_sm, heads=heads_together(problem))
         for block_m in (64, 128, 192)
-        for block_n in ((32, 64, 128) if parts > 1 or _width(problem) > 256 else (64, 128))
+        for block_n in ((32, 64, 128) if parts > 1 or tile_width(problem) > 256 else (64, 128))
         for num_stages in ((1, 2, 3) if parts > 1 else (2, 3, 4))
         for blocks_per_sm in (1, 2, 3)
         if not (block_m > 64 and blocks_per_sm > 1)
     ]
 
 
-def _width(problem: AttentionProblem) -> int:
+def tile_width(problem: AttentionProblem) -> int:
+    """Returns the columns of the wider of a row of K and a row of V, padded."""
     return max(sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v)))
 
 
 @by_kind
-def _runs(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
+def runs(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Checks the shared memory of all blocks of an SM, and that the keys of a tile share a factor."""
     if problem.descale_blocks is not None and problem.descale_blocks[1] % config.block_n:
         return False
@@ -241,8 +192,8 @@ def _runs(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
 
 
 def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
-    """Checks what `_runs` does, and a consumer thread's registers: scores, probabilities and accumulator."""
-    if not _runs(problem, gpu, config):
+    """Checks what `runs` does, and a consumer thread's registers: scores, probabilities and accumulator."""
+    if not runs(problem, gpu, config):
         return False
     width_v, block_n, parts = sum(row_pieces(problem, config)[1]), config.block_n, num_parts(problem, gpu)
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
@@ -251,436 +202,3 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     elif width_v > 320:  # scores and probabilities are never live together (serial.py)
         needed = block_n // 2 + width_v // 2 + 32
     return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]
-
-
-class _Facts(NamedTuple):
-    """The properties of a call that do not depend on its sizes.
-
-    Attributes:
-        width, width_v: the width of a tile, and that of V.
-        parts: of an operand.
-        bias_bytes: of a score.
-        heads: that share a tile.
-        is_unmasked: whether values are in 16 bits and the call has no mask or bias.
-        is_plain: whether the call is also dense.
-        is_bare: whether scores also need no more work than a causal mask.
-    """
-
-    width: int
-    width_v: int
-    parts: int
-    bias_bytes: int
-    heads: int
-    is_unmasked: bool
-    is_plain: bool
-    is_bare: bool
-
-
-@by_kind
-def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
-    is_unmasked = problem.dtype != "float32" and problem.mask_shape is problem.bias_shape is None
-    is_plain = is_unmasked and not problem.packed
-    is_bare = problem.alibi_shape is None and problem.softcap == 0.0 and problem.window_size == (-1, -1) and is_plain
-    return _Facts(
-        width=_width(problem),
-        width_v=sum(pieces(problem.head_dim_v)),
-        parts=num_parts(problem, gpu),
-        bias_bytes=bias_bytes(problem),
-        heads=heads_together(problem),
-        is_unmasked=is_unmasked,
-        is_plain=is_plain,
-        is_bare=is_bare,
-    )
-
-
-class Call:
-    """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
-
-    def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
-        self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
-        (
-            self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_plain,
-            self.is_bare,
-        ) = _facts(problem, gpu)  # fmt: skip
-
-    def rows_per_sm(self, block_m: int) -> int:
-        """Returns the queries that the busiest SM processes if all blocks take equally long."""
-        return -(-query_tiles(self.problem, block_m, self.heads) // self.num_sms) * block_m
-
-    @property
-    def has_few_tiles(self) -> bool:
-        """Returns whether no SM gets more than one block of 64 queries, in a dense call without mask or bias."""
-        return self.is_plain and query_tiles(self.problem, 64, self.heads) <= self.num_sms
-
-    @property
-    def is_one_wave(self) -> bool:
-        """Returns whether blocks of 128 queries all run at once."""
-        return query_tiles(self.problem, 128, self.heads) <= self.num_sms
-
-    @property
-    def is_uneven(self) -> bool:
-        """Returns whether the busiest SM gets at least a fifth more queries from blocks of 128 than from blocks of
-        64."""
-        return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
-
-    @cached_property
-    def is_unbalanced(self) -> bool:
-        """Returns whether the busiest SM gets over a fifth more queries from blocks of 192 than from blocks of 64."""
-        return self.rows_per_sm(192) > 1.2 * self.rows_per_sm(64)
-
-    @property
-    def has_rows_between_sectors(self) -> bool:
-        """Returns whether a row of K or V has 48, 80, 112 or more bytes in 16 bits, so that not all rows start at a
-        sector of 32 bytes. Their tiles probably take longer to load (not measured apart), and blocks of 64 queries load
-        most often."""
-        p = self.problem
-        return any(d > 16 and d % 16 for d in (p.head_dim, p.head_dim_v))
-
-    @property
-    def fills_64_once(self) -> bool:
-        """Returns whether all rows of a sequence, of all heads that share a tile, fit one block of 64, with more such
-        blocks than SMs, in 16 bits without mask or bias."""
-        p = self.problem
-        is_short = p.seqlen_q * self.heads <= 64 and query_tiles(p, 64, self.heads) > self.num_sms
-        return self.is_unmasked and is_short
-
-    @cached_property
-    def reach(self) -> int:
-        """Returns the largest number of keys that a query sees, by position."""
-        seqlen_k = self.problem.seqlen_k
-        low, high = self.problem.band(self.problem.seqlen_q, seqlen_k)
-        return seqlen_k if low is None or high is None else max(0, min(seqlen_k, high - low + 1))
-
-    @property
-    def is_short_causal(self) -> bool:
-        """Returns whether position hides keys and no query sees more than 2,048."""
-        return self.problem.has_band and self.reach <= SHORT_KEYS
-
-    @property
-    def is_chunk(self) -> bool:
-        """Returns whether there are more than twice as many keys as queries and position hides few of them, in 16 bits
-        without mask or bias."""
-        p = self.problem
-        hides_few = p.window_size == (-1, -1) and (p.causal is None or p.causal.alignment == "bottom_right")
-        return self.is_unmasked and hides_few and 2 * p.seqlen_q < p.seqlen_k
-
-    @property
-    def pads_values(self) -> bool:
-        """Returns whether narrow pieces of V are padded."""
-        return self.is_plain and self.width_v in PADDED_VALUES
-
-    @property
-    def suits_192(self) -> bool:
-        """Returns whether the busiest SM gets about as many queries from blocks of 192 as from blocks of 128. Measured
-        ratios: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384."""
-        more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
-        return (len(pieces(self.width)) < 3 or self.pads_values) and more <= (1.13 if self.width > 96 else 1.06)
-
-
-TUNING = "2026-11-21-h200-hopper-flash-fwd-tuning.log"
-MASKS = "2026-11-21-h200-hopper-masks-windows.log"
-WIDE = "2026-11-21-h200-hopper-float32-parts.log"
-HALVES = "2026-11-21-h200-hopper-float32-halves.log"
-OF_192 = "2026-11-22-h200-hopper-tiles-of-192.log"
-BETWEEN = "2026-11-23-h200-named-forward.jsonl"
-LOSING = "2026-11-25-h100-losing-rows.json"
-BETWEEN_SECTORS = "2026-11-26-h100-rows-between-sectors.json"
-THREE_STAGES = "2026-11-26-h100-one-tile-of-v.json"
-SHORT_CALLS = "2026-11-26-h100-short-calls.json"
-FEW_TILES = "2026-11-26-h100-few-tiles.json"
-TOGETHER = "2026-11-26-h100-heads-together.json"
-
-# 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
-RULES: tuple[Rule[Config], ...] = (
-    Rule(
-        "float32, head_dim above 128, a causal mask or window, one wave of blocks",
-        lambda c: c.problem.dtype == "float32" and c.width > 128 and c.problem.has_band and c.is_one_wave,
-        (Config(64, 64, 2),),
-        "the longest block sets the length of a wave: 128 queries take 1.34 times as long (2 x 8 heads x 1024, tf32)",
-        HALVES,
-    ),
-    Rule(
-        "head_dim above 256",
-        lambda c: c.width > 256,
-        (Config(128, 32, 2), Config(64, 32, 2)),
-        "64 queries take 1.3 to 1.4 times as long",
-        WIDE,
-    ),
-    Rule(
-        "a bias for each score, head_dim up to 64",
-        lambda c: c.bias_bytes and c.width <= 64,
-        (Config(128, 128, 2), Config(128, 64, 2)),
-        "1.13 times as fast as 64 keys a step (4 x 4096, bfloat16 bias)",
-        MASKS,
-    ),
-    Rule(
-        "a 16-bit bias for each score",
-        lambda c: c.bias_bytes == 2,
-        (Config(128, 64, 3), Config(128, 64, 2)),
-        "as fast as two blocks of 64 queries an SM (4 x 4096, head_dim 128)",
-        MASKS,
-    ),
-    Rule(
-        "a float32 bias for each score",
-        lambda c: c.bias_bytes == 4,
-        (Config(128, 64, 2),),
-        "three stages leave no shared memory for out: 0.97 times as fast",
-        MASKS,
-    ),
-    Rule(
-        "head_dim 65 to 176, or to 192 with head_dim_v up to 128, no mask or bias, all queries of a sequence in one "
-        "block of 64, more blocks than SMs",
-        lambda c: 64 < c.width <= (192 if c.width_v <= 128 else 176) and c.fills_64_once,
-        (Config(64, 64, 3, 2), Config(64, 64, 2, 2)),
-        "two causal points on an H100: 1.39 times as fast as 128 x 128 at 25 x 46 queries on 370 keys (64/128), 1.02 "
-        "times as fast as 128 x 64 at 48 x 40 on 320 (176); packed calls were not measured",
-        LOSING,
-    ),
-    Rule(
-        "head_dim 129 to 256, dense, 16 bits, no mask or bias, at most one block of 64 queries an SM",
-        lambda c: 128 < c.width <= 256 and c.has_few_tiles,
-        (Config(64, 64, 3), Config(64, 64, 2)),
-        "1.10 to 1.35 times as fast as 128 queries in 36 calls on an H100, 32 to 132 blocks, at head_dim 192, 224 and "
-        "256; others were not measured",
-        FEW_TILES,
-    ),
-    Rule(
-        "head_dim 65 to 128, dense, 16 bits, no mask or bias, at most one block of 64 queries an SM",
-        lambda c: 64 < c.width <= 128 and c.has_few_tiles,
-        (Config(64, 128, 2),),
-        "1.14 to 1.38 times as fast as 128 queries in 18 calls on an H100, 112 to 132 blocks, at head_dim 96 and 128",
-        FEW_TILES,
-    ),
-    Rule(
-        "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, at least 1,024 keys",
-        lambda c: 128 < c.width <= (192 if c.width_v <= 128 else 160) and c.is_bare and c.reach >= 1024,
-        (Config(128, 128, 2),),
-        "64 keys a step take 1.15 times as long at head_dim 160, 4 x 4096, 1.19 at 192/128; causal 1.08 and 1.14; at "
-        "16 x 1024 1.07, causal 0.99",
-        BETWEEN,
-    ),
-    Rule(
-        "head_dim_v 177 to 224, head_dim at most 224, dense, no mask, or a causal mask and over 2,048 keys a query",
-        lambda c: c.width <= 224 and c.width_v > 176 and c.is_bare and not c.is_short_causal,
-        (Config(128, 64, 3), Config(128, 64, 2)),
-        "0.98 to 1.09 times as fast as 2 stages in 23 full calls on an H100, 0.99 to 1.04 in 13 causal ones, 0.93 at "
-        "3 x 512 on 4,096; causal with fewer keys 0.94 to 1.04",
-        THREE_STAGES,
-    ),
-    Rule(
-        "head_dim 129 to 256",
-        lambda c: c.width > 128,
-        (Config(128, 64, 2),),
-        "the widest tile whose accumulators fit registers",
-        TUNING,
-    ),
-    Rule(
-        "head_dim 65 to 128 with head_dim_v up to 64, dense, no mask or bias, and blocks of 192 queries balance over "
-        "the SMs",
-        lambda c: c.width > 64 >= c.width_v and c.is_plain and c.suits_192,
-        (Config(192, 128, 3), Config(192, 128, 2)),
-        "on an H100 1.13 times as fast as 64 keys a step at 2 x 7,996 (96/64), 1.08 at 4 x 6,464 causal (128/64), 1.04 "
-        "at 4 x 2,722 causal (96/64); fewer keys were not measured",
-        LOSING,
-    ),
-    Rule(
-        "head_dim 65 to 128, dense, no mask or bias, and blocks of 192 queries balance over the SMs",
-        lambda c: c.width > 64 and c.is_plain and c.suits_192,
-        (Config(192, 64, 4),),
-        "1.07 times as fast as 128 queries at 1 x 16384 and 4 x 4096, 1.035 at 16 x 1024; causal 1.07, 1.04, 1.01; in "
-        "windows 1.06 to 1.08; with a random mask 0.96; at head_dim 112, V padded, 1.15 and 1.08, causal 1.17 and 1.07",
-        OF_192,
-    ),
-    Rule(
-        "head_dim 65 to 128, packed, heads of a group share tiles, at least 512 keys a query, and blocks of 192 "
-        "queries balance over the SMs",
-        lambda c: c.width > 64 and c.problem.packed and c.heads > 1 and c.reach >= 512 and c.suits_192,
-        (Config(192, 64, 4),),
-        "1.04 to 1.10 times as fast as 128 x 128 in six calls of 32 on 8 heads of 128 on an H100; 0.93 with documents "
-        "of 256",
-        SHORT_CALLS,
-    ),
-    Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2),), "the fastest of a sweep", TUNING),
-    Rule(
-        "head_dim 24, 40 or 56, or such a head_dim_v, dense, a causal mask and at most 2,048 keys a query, or at most "
-        "a causal mask and blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_bare and c.has_rows_between_sectors and (c.is_short_causal or c.is_unbalanced),
-        (Config(128, 128, 3),),
-        "1.05 to 1.66 times as fast as blocks of 64 queries in 16 calls on an H100, 0.97 at 64 x 64 on 2,048 keys",
-        BETWEEN_SECTORS,
-    ),
-    Rule(
-        "head_dim up to 64, 16 bits, no mask or bias, at most 640 keys a query",
-        lambda c: c.is_unmasked and c.reach <= 640,
-        (Config(64, 64, 3, 3),),
-        "0.98 to 1.10 times as fast as 192 queries in nine full calls of 384 and 512 keys on an H100, 1.14 to 1.45 in "
-        "eight of grouped heads with 128, 256 and 600; 0.94 at 768 keys; windows were not measured",
-        SHORT_CALLS,
-    ),
-    Rule(
-        "head_dim up to 64, a causal mask or window, at most 2,048 keys a query, no chunk (over twice as many keys as "
-        "queries)",
-        lambda c: c.is_short_causal and not c.is_chunk,
-        (Config(64, 64, 3, 3),),
-        "less waste at the diagonal: 1.23 x as fast as 192 queries at 16 x 1024, 1.04 at 8 x 2048, 0.98 at 5 x 3072, "
-        "0.88 at 1 x 16384; in a window of 1,024 1.09, of 4,096 0.96",
-        MASKS,
-    ),
-    Rule(
-        "head_dim up to 64, a softcap, a causal mask or window, 16 bits",
-        lambda c: c.problem.softcap > 0 and c.problem.has_band and c.problem.dtype != "float32",
-        (Config(64, 64, 3, 3),),
-        "1.52 times as fast as 192 x 128 at 4 x 4096, head_dim 64, on an H100; other calls were not measured",
-        LOSING,
-    ),
-    Rule(
-        "head_dim up to 64, 16 bits, no mask or bias, over twice as many keys as queries, blocks of 192 queries do not "
-        "balance over the SMs, those of 128 do",
-        lambda c: c.is_chunk and c.is_unbalanced and c.rows_per_sm(128) <= c.rows_per_sm(64),
-        (Config(128, 128, 3),),
-        "0.97 to 1.31 times as fast as blocks of 64 queries in 12 chunks on an H100, 16 x 32 on 2,048 keys to 4 x 128 "
-        "on 8,192",
-        SHORT_CALLS,
-    ),
-    Rule(
-        "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_unbalanced,
-        (Config(64, 128, 2, 2),),
-        "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97",
-        TUNING,
-    ),
-    Rule("head_dim up to 64", lambda c: True, (Config(192, 128, 3),), "the fastest of a sweep", TUNING),
-)
-# float32 in two or three parts: 64 keys a step and two warpgroups if shared memory allows. 32 keys a step take 1.2
-# times as long per key, because every product then reads more of Q than of K. A second stage gains nothing.
-RULES_OF_PARTS: tuple[Rule[Config], ...] = (
-    Rule(
-        "three parts, head_dim up to 64, uneven blocks of 128 queries or a short causal mask",
-        lambda c: c.width <= 64 and c.parts == 3 and (c.is_uneven or _is_short_band(c)),
-        (Config(64, 64, 1, 2),),
-        "128 queries take 1.35 times as long at 1 head x 512, 1.04 causal at 4 x 2048",
-        WIDE,
-    ),
-    Rule(
-        "two parts, head_dim up to 64, uneven blocks of 128 queries",
-        lambda c: c.width <= 64 and c.is_uneven,
-        (Config(64, 64, 2, 2),),
-        "as for three parts",
-        HALVES,
-    ),
-    Rule(
-        "three parts, head_dim up to 64",
-        lambda c: c.width <= 64 and c.parts == 3,
-        (Config(128, 64, 2),),
-        "the fastest of a sweep",
-        WIDE,
-    ),
-    Rule(
-        "two parts, head_dim up to 64",
-        lambda c: c.width <= 64,
-        (Config(128, 128, 2),),
-        "64 keys a step take 1.11 times as long at 4 x 2048, 1.15 at 1 x 8192",
-        HALVES,
-    ),
-    Rule(
-        "head_dim above 64, uneven blocks of 128 queries",
-        lambda c: c.is_uneven,
-        (Config(64, 64, 2), Config(64, 64, 1), Config(64, 32, 1)),
-        "the largest of these that fits",
-        HALVES,
-    ),
-    Rule(
-        "three parts, head_dim above 128",
-        lambda c: c.width > 128 and c.parts == 3,
-        (Config(64, 64, 1), Config(64, 32, 1)),
-        "the largest of these that fits",
-        WIDE,
-    ),
-    Rule(
-        "head_dim above 64",
-        lambda c: True,
-        (Config(128, 64, 2), Config(128, 64, 1), Config(64, 64, 1)),
-        "the largest of these that fits",
-        HALVES,
-    ),
-)
-NOT_MEASURED = "not measured with int8 products; as in 16 bits, with a bias as beside one of 16 bits"
-INT8_LOG = "2026-11-23-h200-int8.log"
-# int8 q and k. A second choice is for a factor of each 64 keys: a tile of keys has one.
-RULES_OF_INT8: tuple[Rule[Config], ...] = (
-    Rule(
-        "int8, head_dim above 128",
-        lambda c: c.width > 128,
-        (Config(128, 64, 3), Config(128, 64, 2)),
-        "3 stages are 1.00 to 1.08 times as fast as 2 at 256; 129 to 192 were not measured",
-        INT8_LOG,
-    ),
-    Rule(
-        "int8, head_dim 65 to 128, a bias for each score",
-        lambda c: c.width > 64 and c.bias_bytes,
-        (Config(128, 64, 3), Config(128, 64, 2)),
-        NOT_MEASURED,
-    ),
-    Rule(
-        "int8, head_dim 65 to 128",
-        lambda c: c.width > 64,
-        (Config(128, 128, 2), Config(128, 64, 3)),
-        "192 x 64 with 3 stages is 1.00 to 1.05 times as fast, in dense calls without mask or bias",
-        INT8_LOG,
-    ),
-    Rule(
-        "int8, head_dim up to 64, a bias for each score",
-        lambda c: c.bias_bytes,
-        (Config(128, 128, 2), Config(128, 64, 2)),
-        NOT_MEASURED,
-    ),
-    Rule(
-        "int8, head_dim up to 64, a causal mask or window, at most 2,048 keys a query",
-        lambda c: c.is_short_causal,
-        (Config(64, 64, 3, 3),),
-        "1.22 to 1.27 times as fast as blocks of 128 and 192 queries",
-        INT8_LOG,
-    ),
-    Rule(
-        "int8, head_dim up to 64, blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_unbalanced,
-        (Config(64, 128, 2, 2), Config(64, 64, 3, 2)),
-        NOT_MEASURED,
-    ),
-    Rule(
-        "int8, head_dim up to 64",
-        lambda c: True,
-        (Config(192, 128, 3), Config(192, 64, 4)),
-        "0.99 to 1.27 times as fast as 192 x 64 and 128 x 128",
-        INT8_LOG,
-    ),
-)
-
-
-def _is_short_band(call: Call) -> bool:
-    return call.problem.has_band and call.problem.seqlen_k <= SHORT_KEYS
-
-
-def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
-    """Returns the row that chooses the default config."""
-    call = Call(problem, gpu)
-    return deciding(_table(call), call)
-
-
-def _table(call: Call) -> tuple[Rule[Config], ...]:
-    if call.problem.is_quantized:
-        return RULES_OF_INT8
-    return RULES_OF_PARTS if call.parts > 1 else RULES
-
-
-def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
-    """Returns what `explain` prints about a config: the row that chose it."""
-    rule, chosen = rule_of(problem, gpu), default(problem, gpu)
-    fits = chosen is not None and replace(chosen, narrowest_v=16, heads=1) in rule.choices
-    found = rules.notes([rule], config == chosen, fits)
-    if config.narrowest_v > 16:
-        of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
-        found.append(f"rows of V are padded to {of_values} columns: {GAIN_OF_PADDING} ({BETWEEN})")
-    if config.heads > 1:
-        found.append(f"{config.heads} query heads of a kv head share a tile: {GAIN_OF_SHARING} ({TOGETHER})")
-    return found

@@ -13,12 +13,11 @@ from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, descales, dropout
 from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper.flash_fwd.choice import configs
 from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
-    NUM_SMS,
     Config,
-    configs,
     heads_together,
     num_parts,
     out_columns,
@@ -158,7 +157,7 @@ def _launcher(
     maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
     tiles = query_tiles(problem, config.block_m, config.heads)
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
-    grid = min(tiles, (gpu.num_sms or NUM_SMS) * config.blocks_per_sm)
+    grid = min(tiles, (gpu.num_sms or host.NUM_SMS) * config.blocks_per_sm)
     return known.family.launcher(grid, [*schedule, *known.scalars], maps)
 
 
@@ -360,7 +359,7 @@ def _specify(
     tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m, config.heads)
-    sms = gpu.num_sms or NUM_SMS
+    sms = gpu.num_sms or host.NUM_SMS
     others = (words, operands.bias, inverses, operands.dropout_seed, *_factors(operands))
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
