@@ -125,20 +125,27 @@ def _of_program(record: str, data: Mapping[str, Any]) -> Iterator[Row]:
         for entry in entries if isinstance(entries, list) else ():
             if not isinstance(entry, dict):
                 continue
-            if "bfloat16" in entry:  # float8_beside_16_bits.py
-                suite, case = f"8 bits, {entry['head_dim']}", _name_of_point(entry)
-                times = _times_of_point(entry)
-            elif isinstance(entry.get("ms"), dict) and "warpwave" in entry["ms"]:
+            if "bfloat16" in entry:  # quantized_beside_16_bits.py
+                yield from _of_quantized(entry, record, card, date)
+                continue
+            if isinstance(entry.get("ms"), dict) and "warpwave" in entry["ms"]:
                 suite, case = _name(group, entry)
                 times = {name: [1000 * ms for ms in found] for name, found in entry["ms"].items() if found}
             else:
                 continue
-            peers = {name: found for name, found in times.items() if name not in NOT_PEERS}
-            if "warpwave" in times and peers:
-                peer = min(peers, key=lambda name: median(peers[name]))
-                ratio = median(b / a for a, b in zip(times["warpwave"], peers[peer], strict=True))
-                mine = median(times["warpwave"])
-                yield Row(suite, card, case, peer, ratio, mine, median(peers[peer]), record, date)
+            yield from _beside_best(suite, card, case, times, record, date)
+
+
+def _beside_best(
+    suite: str, card: str, case: str, times: Mapping[str, list[float]], record: str, date: str
+) -> Iterator[Row]:
+    """Yields the row of a case with times of ours and of a peer."""
+    peers = {name: found for name, found in times.items() if name not in NOT_PEERS}
+    if "warpwave" in times and peers:
+        peer = min(peers, key=lambda name: median(peers[name]))
+        ratio = median(b / a for a, b in zip(times["warpwave"], peers[peer], strict=True))
+        mine = median(times["warpwave"])
+        yield Row(suite, card, case, peer, ratio, mine, median(peers[peer]), record, date)
 
 
 def _name(group: str, entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -155,9 +162,11 @@ def _name_of_point(entry: Mapping[str, Any]) -> str:
     return size + (f", blocks of {entry['block']}" if entry["block"] else "")
 
 
-def _times_of_point(entry: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Returns the times of a point by contender. Ours is its default config."""
-    timed = {name: found["us"] for name, found in entry.items() if isinstance(found, dict) and found["is_right"]}
-    peers = {name: us for name, us in timed.items() if not name.startswith("float8")}
-    mine = timed.get(entry["default"])
-    return peers if mine is None else {"warpwave": mine, **peers}
+def _of_quantized(entry: Mapping[str, Any], record: str, card: str, date: str) -> Iterator[Row]:
+    """Yields a row for each way of quantizing: its default config beside the calls in 16 bits."""
+    timed = {name: found["us"] for name, found in entry.items() if isinstance(found, dict) and found.get("is_right")}
+    peers = {name: us for name, us in timed.items() if ": " not in name}
+    for way, default in entry["defaults"].items():
+        if default in timed:
+            times = {"warpwave": timed[default], **peers}
+            yield from _beside_best(f"8 bits, {way}", card, _name_of_point(entry), times, record, date)

@@ -37,6 +37,7 @@ FP8, INT8 = torch.float8_e4m3fn, torch.int8
 WAYS: dict[str, dict[str, Any]] = {
     "fp8, head": {"granularity": "head"},
     "fp8, block 128": {},
+    "fp8, v bfloat16": {"dtype_v": torch.bfloat16},
     "int8, v bfloat16": {"dtype": INT8},
     "int8, v int8": {"dtype": INT8, "dtype_v": INT8},
 }

@@ -61,9 +61,10 @@ SECTIONS: dict[str, dict[str, str]] = {
         "training": "forward for gradients",
     },
     "Quantized": {
-        "8 bits, 64": "float8 beside 16 bits, 64",
-        "8 bits, 128": "float8 beside 16 bits, 128",
-        "8 bits, 256": "float8 beside 16 bits, 256",
+        "8 bits, float8": "float8",
+        "8 bits, float8, v bfloat16": "float8, v bfloat16",
+        "8 bits, int8, v bfloat16": "int8, v bfloat16",
+        "8 bits, int8": "int8",
     },
     "Models": {"a model in transformers": "8 layers, transformers", "training a model": "a training step"},
     "Host time": {"host": "eager calls"},
@@ -309,7 +310,7 @@ left of 1, have a ring, and are listed in the table below.
   rows with a peer. A run that ended early therefore does not replace a complete one.
 - Times are device times, except for host times in "Host time". Rows of a model or of a training step are whole steps.
 - Our contender is `auto`, or the kernel that the suite names if `auto` was not timed. "Quantized" has a suite for each
-  head_dim, and its peers compute in 16 bits.
+  pair of dtypes, and its peers compute in 16 bits.
 - `d128 16x1/4096 h32/8` is head_dim 128, 16 sequences of one query and 4,096 keys, and 32 query heads on 8 kv heads.
   Other names begin with head_dim.
 - Rows of different suites may be of different versions of the code. The list of records has the commits.

@@ -17,7 +17,6 @@ FAMILIES = (
     "kernels.flash_fwd",
     "kernels.hopper.flash_bwd",
     "kernels.hopper.flash_fwd",
-    "kernels.hopper.flash_fwd_fp8",
     "kernels.hopper.large_head_dim",
     "kernels.ladder",
     "kernels.large_head_dim",
@@ -41,8 +40,6 @@ USES_ANOTHER_FAMILY = {
     ("kernels.flash_fwd", "kernels.prepass"): "splitting float32 keys and values is the first launch of this forward",
     ("kernels.hopper.flash_bwd", "kernels.prepass"): "packing the mask into bits precedes these gradients",
     ("kernels.hopper.flash_fwd", "kernels.prepass"): "scaling q, and packing the mask into bits, precede this forward",
-    ("kernels.hopper.flash_fwd_fp8", "kernels.hopper.flash_fwd"): "it walks the same tiles of queries and keys",
-    ("kernels.hopper.flash_fwd_fp8", "kernels.prepass"): "writing V transposed is the first launch of this forward",
     ("kernels.large_head_dim", "kernels.hopper.large_head_dim"): "the kernel of latent caches uses its rings of chunks",
     ("kernels.large_head_dim", "kernels.three_kernel"): "`slower_because` compares its time with three_kernel's",
 }

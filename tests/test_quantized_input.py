@@ -229,7 +229,7 @@ def test_float8_needs_a_card_that_has_it(arch: str) -> None:
     [
         ({"descale_blocks": None}, "quantized q and k, and no others, have all of them"),
         ({"dtype": "bfloat16"}, "quantized q and k, and no others, have all of them"),
-        ({"dtype_v": "float16"}, "dtype_v is float16 and dtype_out bfloat16; beside float8_e4m3fn, v must be one of"),
+        ({"dtype_v": "int8"}, "dtype_v is int8 and dtype_out bfloat16; beside float8_e4m3fn, v must be one of"),
         ({"dtype_out": "int8"}, "and out one of float16, bfloat16, float8_e4m3fn, float8_e5m2"),
         ({"descale_blocks": (0, 0, 32)}, "it must be three of 0, 64 and 128"),
         ({"dropout_p": 0.1}, "quantized calls have no gradients, no dropout"),

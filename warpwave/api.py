@@ -104,10 +104,11 @@ def attention(
         deterministic: True for gradients with the same bits in every run; False for the fastest gradients; None for
             what `torch.are_deterministic_algorithms_enabled()` returns when the gradients are computed.
         q_descale, k_descale, v_descale: float32, positive; the factors of quantized tensors (docs/guide/quantized.md):
-            the call uses `q * q_descale`, `k * k_descale` and `v * v_descale`. q and k may be float8_e4m3fn or
-            float8_e5m2, with v in either; or int8, with v int8, float16 or bfloat16. A factor is (), (1,), (batch,
-            num_heads) of its tensor, or (batch, num_heads, blocks) for blocks of 64 or 128 tokens. q_descale may also
-            be (batch, num_heads_kv). `warpwave.quantize` makes them. v_descale is None if v is not quantized.
+            the call uses `q * q_descale`, `k * k_descale` and `v * v_descale`. q and k may be float8_e4m3fn,
+            float8_e5m2 or int8; v may be float8 beside float8, int8 beside int8, float16 or bfloat16. A factor is (),
+            (1,), (batch, num_heads) of its tensor, or (batch, num_heads, blocks) for blocks of 64 or 128 tokens.
+            q_descale may also be (batch, num_heads_kv). `warpwave.quantize` makes them. v_descale is None if v is not
+            quantized.
         out_descale: float32, one number, for a float8 out: `out * out_descale` is the result, and larger magnitudes
             than float8 has saturate.
         out_dtype: of a call with factors: bfloat16, float16, or with out_descale float8. None: the dtype of v if it

@@ -45,7 +45,6 @@ hopper_flash_fwd = Family("hopper/flash_fwd")
 KERNELS: tuple[Any, ...] = (
     split_kv,
     hopper_flash_fwd,
-    Family("hopper/flash_fwd_fp8"),
     flash_fwd,
     Family("hopper/large_head_dim"),
     large_head_dim,

@@ -22,6 +22,7 @@ KINDS = (
     ("int8", "int8", "bfloat16"),
     ("int8", "float16", "float16"),
     ("int8", "bfloat16", "bfloat16"),
+    ("float8_e4m3fn", "bfloat16", "bfloat16"),
 )
 SAMPLE = [(KINDS[0], 128, "causal"), (KINDS[3], 64, "mask"), (KINDS[4], 128, "packed")]
 FULL = [(kind, head_dim, feature) for kind in KINDS for head_dim in (40, 64, 128, 256) for feature in FEATURES]

@@ -349,6 +349,7 @@ WIDE_ROWS = _WITHOUT_MASKS | {
 QUANTIZED_DTYPES_OF_A_GRID = (
     *("float8_e4m3fn:float8_e4m3fn:128", "float8_e4m3fn:float8_e5m2:64", "float8_e5m2:float8_e5m2:tensor"),
     *("float8_e4m3fn:float8_e4m3fn:head", "int8:int8:head", "int8:int8:64", "int8:float16:128", "int8:bfloat16:tensor"),
+    "float8_e4m3fn:bfloat16:128",
 )
 QUANTIZED_SMALL: dict[str, Sequence[Any]] = SMALL | {
     "dtype": QUANTIZED_DTYPES_OF_A_GRID,

@@ -139,7 +139,7 @@ def _dtype(rng: random.Random) -> str:
 def _quantized_dtype(rng: random.Random, packed: bool) -> str:
     """Returns the dtype of q and k, that of v, and what shares a factor. Blocks of packed tokens have no factors."""
     dtype = rng.choice(("float8_e4m3fn", "float8_e5m2", "int8", "int8"))
-    of_v = rng.choice(("int8", "float16", "bfloat16") if dtype == "int8" else ("float8_e4m3fn", "float8_e5m2"))
+    of_v = rng.choice((*(("int8",) if dtype == "int8" else ("float8_e4m3fn", "float8_e5m2")), "float16", "bfloat16"))
     return f"{dtype}:{of_v}:{rng.choice(('tensor', 'head', '64', '128')[: 2 if packed else 4])}"
 
 

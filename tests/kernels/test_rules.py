@@ -19,11 +19,9 @@ from warpwave.kernels.flash_bwd import config as flash_bwd_configs
 from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
-from warpwave.kernels.hopper import flash_fwd_fp8
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.kernels.hopper.flash_bwd import config as hopper_flash_bwd_configs
 from warpwave.kernels.hopper.flash_fwd import choice as hopper_flash_fwd_choice
-from warpwave.kernels.hopper.flash_fwd_fp8 import config as flash_fwd_fp8_configs
 from warpwave.kernels.hopper.large_head_dim import config as hopper_large_head_dim_configs
 from warpwave.kernels.large_head_dim import choice as large_head_dim_choice
 from warpwave.kernels.rules import Rule, by_width, chooser, notes
@@ -66,11 +64,10 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
         (
             *hopper_flash_fwd_choice.RULES,
             *hopper_flash_fwd_choice.RULES_OF_PARTS,
-            *hopper_flash_fwd_choice.RULES_OF_INT8,
+            *hopper_flash_fwd_choice.RULES_OF_QUANTIZED,
         ),
         _only(hopper_flash_fwd_choice.rule_of),
     ),
-    (flash_fwd_fp8, flash_fwd_fp8_configs.RULES, _only(flash_fwd_fp8_configs.rule_of)),
     (hopper_flash_bwd, hopper_flash_bwd_configs.RULES, _only(hopper_flash_bwd_configs.rule_of)),
     (
         hopper_large_head_dim,
@@ -99,15 +96,16 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             plain: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
             problem = replace(problem, bias_shape=None, bias_dtype=None, head_dim=rng.choice((136, 160, 192)), **plain)
             problem = replace(problem, head_dim_v=rng.choice((128, problem.head_dim)))
-        if getattr(module, "QUANTIZED", False) and (module is flash_fwd_fp8 or rng.random() < 0.2):
+        if getattr(module, "QUANTIZED", False) and rng.random() < 0.2:
             blocks = rng.choice(((0, 0, 0), (128, 64, 64), (128, 128, 128)))
             problem = replace(
                 problem, dtype="float8_e4m3fn", descale_blocks=blocks, dtype_out="bfloat16", mask_shape=None,
                 bias_shape=None, bias_dtype=None, error_budget=None, precision="default", requires_grad=False,
                 alibi_shape=None,
             )  # fmt: skip
-            if module is hopper_flash_fwd:  # a sixth with a bias for each score
-                problem = replace(problem, dtype="int8", dtype_v="bfloat16", descale_blocks=(*blocks[:2], 0))
+            if module is hopper_flash_fwd:  # a third long, a sixth with a bias for each score
+                if i % 3 == 1 and not problem.packed:
+                    problem = replace(problem, seqlen_q=8192, seqlen_k=8192)
                 if rng.random() < 1 / 6:
                     shape = (1, 1, problem.seqlen_q, problem.seqlen_k)
                     problem = replace(problem, bias_shape=shape, bias_dtype="bfloat16")

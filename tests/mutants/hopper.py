@@ -94,79 +94,43 @@ HOPPER_MASKS = [
     ),
 ]  # fmt: skip
 
-# Of its 8-bit forward, the same.
-FP8, FP8_ON_CPU = "kernels/hopper/flash_fwd_fp8", "../kernels/hopper/test_flash_fwd_fp8_on_cpu.py::"
-HOPPER_FP8 = [
-    Mutant(
-        "float8 on Hopper: keys of V transposed in another order", "kernels/prepass/transpose_values.py",
-        "keys + (i % 2 + i // 2 * 8)", "keys + (i // 2 + i % 2 * 8)",
-        "../kernels/test_transpose_values.py::test_bytes", "full", "torch.equal",
-    ),
-    Mutant(
-        "float8 on Hopper: values before a window not zeroed", "kernels/prepass/transpose_values.py",
-        "(keys >= low_row) & ", "(keys >= 0) & ",
-        "../kernels/test_transpose_values.py::test_bytes", "window", "torch.equal",
-    ),
-    Mutant(
-        "float8 on Hopper: values of another sequence", f"{FP8}/producer.py",
-        "(work.k_begin // KEYS + work.batch) * KEYS", "(work.k_begin // KEYS) * KEYS",
-        f"{FP8_ON_CPU}test_the_protocol_on_a_cpu", "packed", "assert ",
-    ),
-    Mutant(
-        "float8 on Hopper: a chunk of values added twice", f"{FP8}/consumer.py",
-        "BLOCKWISE, 3, MANY)", "BLOCKWISE, 2, MANY)",
-        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "256", "assert ",
-    ),
-    Mutant(
-        "float8 on Hopper: values times the factor of the next tile", f"{FP8}/consumer.py",
-        "of_values(values, tile + 1, keys, rules)", "of_values(values, tile + 0, keys, rules)",
-        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "assert ",
-    ),
-    Mutant(
-        "float8 on Hopper: tiles that a group does not see are not handed back", f"{FP8}/consumer.py",
-        "k_ring, v_ring, n, block_end - end, rules.GROUPS)", "k_ring, v_ring, n, 0, rules.GROUPS)",
-        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
-    ),
-    Mutant(
-        "float8 on Hopper: a turn is not ended", f"{FP8}/consumer.py",
-        "m_i, next_alpha = settled(x, scale, m_i)\n    end_turn(GROUP, rules.GROUPS)",
-        "m_i, next_alpha = settled(x, scale, m_i)",
-        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
-    ),
-    Mutant(
-        "float8 on Hopper: the last turn is left", f"{FP8}/turns.py",
-        "if GROUPS > 1 and GROUP == 0:", "if False:",
-        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "a turn is left",
-    ),
-    Mutant(
-        "float8 on Hopper: no turn for a tile that is skipped", f"{FP8}/turns.py",
-        "        take_turn(GROUP, GROUPS)\n        end_turn(GROUP, GROUPS)\n        n = skip", "        n = skip",
-        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "deadlock",
-    ),
-    Mutant(
-        "float8 on Hopper: sums not rescaled", f"{FP8}/products.py",
-        "scaled_sum(acc, beside_columns(alpha, acc)", "scaled_sum(acc, beside_columns(alpha * 0 + 1, acc)",
-        f"{FP8_ON_CPU}test_factors_of_blocks_of_every_width", "64", "assert ",
-    ),
-]  # fmt: skip
-
-# Of its forward with int8 q and k, the same.
-INT8_ON_CPU = "../kernels/hopper/test_flash_fwd_int8_on_cpu.py::"
-HOPPER_INT8 = [
+# Of its forward with quantized operands, the same.
+QUANTIZED_ON_CPU = "../kernels/hopper/test_flash_fwd_quantized_on_cpu.py::"
+HOPPER_QUANTIZED = [
     Mutant(
         "int8 on Hopper: the factor of the first block for all queries", "kernels/hopper/factors.py",
         "(row // factors.Q_BLOCK)", "(row * 0)",
-        f"{INT8_ON_CPU}test_the_protocol_on_a_cpu", "sinks", "gates fail",
+        f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "sinks", "gates fail",
     ),
     Mutant(
         "int8 on Hopper: tiles of keys with two factors", "kernels/hopper/flash_fwd/kernel.py",
-        "K_BLOCK > 0, of_call(dropout), factors", "False, of_call(dropout), factors",
-        f"{INT8_ON_CPU}test_the_protocol_on_a_cpu", "far", "gates fail",
+        "K_BLOCK > 0 or V_BLOCK > 0, of_call", "False, of_call",
+        f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "far", "gates fail",
     ),
     Mutant(
         "int8 on Hopper: only 16 values before a window are zeroed", "kernels/hopper/flash_fwd/consumer.py",
         "rules.BLOCK_N if rules.ALIGN_KEYS else 16", "16",
-        f"{INT8_ON_CPU}test_values_that_no_query_sees_may_be_nan", "far", "assert ",
+        f"{QUANTIZED_ON_CPU}test_values_that_no_query_sees_may_be_nan", "far", "assert ",
+    ),
+    Mutant(
+        "quantized on Hopper: sums of probabilities that hold a factor of V", "kernels/hopper/softmax.py",
+        "sums = sums * scale.weight", "sums = sums * 1.0",
+        f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "values", "gates fail",
+    ),
+    Mutant(
+        "quantized on Hopper: sums of int8 products start at 0", "kernels/hopper/parts.py",
+        "use_acc=i > 0 or zero.dtype == gl.int32", "use_acc=i > 0",
+        f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "full", "gates fail",
+    ),
+    Mutant(
+        "quantized on Hopper: V widened by the head of another token", "kernels/prepass/widen_values.py",
+        "rows % num_heads * v_tensor.stride_h", "(rows + 1) % num_heads * v_tensor.stride_h",
+        f"{QUANTIZED_ON_CPU}test_widened_values", "", "torch.equal",
+    ),
+    Mutant(
+        "quantized on Hopper: the output without its factor", "kernels/hopper/flash_fwd/consumer.py",
+        "factor = factor * of_output(rules.factors, work)", "factor = factor * 1.0",
+        f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "values", "gates fail",
     ),
 ]  # fmt: skip
 

@@ -33,7 +33,7 @@ NAMES = ("q_descale", "k_descale", "v_descale")
 
 def dtypes_of_v(dtype: torch.dtype) -> dict[torch.dtype, str]:
     """Returns the dtypes that v may have beside quantized q and k of a dtype, and their names."""
-    return FLOAT8 if dtype in FLOAT8 else {torch.int8: "int8", **SIXTEEN_BIT}
+    return {**(FLOAT8 if dtype in FLOAT8 else {torch.int8: "int8"}), **SIXTEEN_BIT}
 
 
 def check_problem(problem: AttentionProblem) -> None:

@@ -101,7 +101,7 @@ def quantize(
     Args:
         q, k, v: float16, bfloat16 or float32, as `warpwave.attention` takes them, or packed with offsets.
         dtype: of q and k: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
-        dtype_v: of v: a float8 dtype beside float8; int8, float16 or bfloat16 beside int8. None: `dtype` beside float8;
+        dtype_v: of v: float8 beside float8, int8 beside int8, float16 or bfloat16. None: `dtype` beside float8;
             beside int8 the dtype of v if it has 16 bits, otherwise bfloat16.
         granularity: what shares a factor: `"tensor"`, `"head"` (of one sequence), or 64 or 128 consecutive tokens of a
             head, which packed calls do not have.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import dropout as hopper_dropout
+from warpwave.kernels.hopper.softmax import LAG
 from warpwave.runtime import parameters
 from warpwave.runtime.launch import Launch, Mapped
 
@@ -186,7 +187,7 @@ class Language(types.SimpleNamespace):
         self.program_id, self.num_programs = lambda axis: program, lambda axis: programs
         self.constexpr, self.tuple = lambda x: x, tuple
         self.static_range = range
-        self.to_tensor = torch.tensor
+        self.to_tensor = torch.as_tensor
         self.NVMMASharedLayout = self.SwizzledSharedLayout = lambda *a, **k: None
         self.SliceLayout = self.BlockedLayout = self.DotOperandLayout = lambda *a, **k: None
         self.NVMMADistributedLayout = lambda *a, **k: None
@@ -267,14 +268,17 @@ class Barriers:
         return self, int(i)
 
 
-def settled(m: Tensor, lead: Tensor, top: Tensor, scale: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor]:
+def settled(m: Tensor, lead: Tensor, top: Tensor, factors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax.settle`, by whole rows: what a thread keeps of its lead where no score rises is at most the row's."""
+    scale, *zeros = factors
+    zero = zeros[0] if zeros else torch.zeros_like(scale)
     top = top.amax(1, keepdim=True).expand_as(top)
-    leads = fused_multiply_add(top, scale, -m)
-    rises = leads > most
-    m_new = torch.where(rises, top * scale, m)
-    alpha = torch.where(rises, torch.exp2(m - m_new), 1.0)
-    return m_new, alpha, torch.where(rises, 0.0, torch.fmax(lead, leads))
+    leads = fused_multiply_add(top, scale, -(m + zero))
+    rises = leads > LAG.value
+    m_new = torch.where(rises, top * scale - zero, (m + zero) - zero)
+    alpha = torch.where(m_new != m, torch.exp2(m - m_new), 1.0)
+    left = fused_multiply_add(top, scale, -(m_new + zero)) if zeros else torch.zeros_like(m)
+    return m_new, alpha, torch.where(rises, left, torch.fmax(lead, leads))
 
 
 def tanh_of_tile(x: Tensor) -> Tensor:
@@ -326,8 +330,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
     def product(a: Any, b: Memory, acc: Tensor, use_acc: Any = True, is_async: bool = False) -> Tensor:
         left = a.values if isinstance(a, Memory) else a
         # Sums of int8 products are exact in float32.
-        made = left.float() @ b.values.float() + (acc if use_acc else 0)
-        return made.to(acc.dtype).as_subclass(Value)
+        made = (left.float() @ b.values.float()).to(acc.dtype)
+        return (made + acc if use_acc else made).as_subclass(Value)
 
     def wait_product(outstanding: int, deps: Sequence[Tensor]) -> Any:
         return deps[0] if len(deps) == 1 else tuple(deps)
@@ -351,6 +355,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "fence_async_shared": lambda: None,
         "block_barrier": lambda: None,
         "exp2": torch.exp2,
+        "lg2": torch.log2,
         "exp2_at_most_one": lambda x: torch.exp2(torch.minimum(x, torch.zeros(()))),
         "tanh": torch.tanh,
         "tanh_of_tile": tanh_of_tile,
@@ -369,8 +374,6 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "accumulator_layout": lambda width: None,
         "eight_bit_accumulator_layout": lambda width: None,
         "row_vectors": lambda width: None,
-        "to_e4m3": as_bytes,
-        "bytes_of_operand": lambda p, keys: p.contiguous().view(torch.float8_e4m3fn),
         "load_dropout_key": lambda seed: dropout._key_of(seed.memory),
         "dropout_words": dropout_words,
         "opaque": lambda x: x,
@@ -380,7 +383,6 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         ),
         "zero_below": lambda p, words, threshold: torch.where(words < threshold, 0.0, p),
         "negate_below": lambda p, words, threshold: torch.where(words < threshold, -p, p),
-        "scaled_sum": lambda acc, alpha, product, factor, has_factor: acc * alpha + product * factor,
     }
     stand_ins |= own or {}
     modules = modules | {hopper_dropout.__name__: hopper_dropout}  # whose names many import
@@ -430,12 +432,6 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         return value
 
     return {name: types.SimpleNamespace(**space(module)) for name, module in modules.items()}
-
-
-def as_bytes(*four: Tensor) -> Tensor:
-    """Four tensors in float8_e4m3 as the bytes of one of int32, the first lowest."""
-    eights = torch.stack(four, -1).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return eights.view(torch.int32).squeeze(-1).as_subclass(Value)
 
 
 def hidden(x: Tensor, words: Tensor) -> Tensor:

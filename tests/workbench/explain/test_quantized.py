@@ -17,7 +17,7 @@ import warpwave
 from warpwave import AttentionProblem, Explanation
 from warpwave.gpu import CPU
 from warpwave.kernels import eager, flash_fwd
-from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.problem import Causal
 from warpwave.workbench import cli
 from warpwave.workbench.hardware import measure
@@ -26,7 +26,7 @@ from warpwave.workbench.model.predict import predict
 from warpwave.workbench.model.roofline import data_sheet_rates, measured_rates, product_path
 from warpwave.workbench.model.steps import path_of
 
-RECORDS = sorted((Path(__file__).parents[3] / "benchmarks" / "records").glob("2026-11-23-h200-float8-rows.json"))
+RECORDS = sorted((Path(__file__).parents[3] / "benchmarks" / "records").glob("2026-11-26-h200-quantized-tiles.json"))
 PLAIN: dict[str, Any] = {
     "batch": 1, "seqlen_q": 4096, "seqlen_k": 4096, "num_heads_q": 8, "num_heads_kv": 8, "head_dim": 128,
     "head_dim_v": 128, "softmax_scale": 128**-0.5,
@@ -52,21 +52,24 @@ def bound_us(said: Explanation, resource: str) -> float:
 def test_recorded_times_lie_in_the_error_bar() -> None:
     ratios = []
     for point in (point for record in RECORDS for point in json.loads(record.read_text(encoding="utf-8"))["points"]):
-        config = flash_fwd_fp8.Config(*map(int, re.findall(r"\d+", point["default"].removeprefix("float8"))))
-        heads, width = 2048 // point["head_dim"], point["head_dim"]
+        heads, width, block = 2048 // point["head_dim"], point["head_dim"], point["block"]
         sizes = {
             "batch": point["batch"], "seqlen_q": point["seqlen"], "seqlen_k": point["seqlen"], "num_heads_q": heads,
             "num_heads_kv": heads, "head_dim": width, "head_dim_v": width, "softmax_scale": width**-0.5,
         }  # fmt: skip
-        call = problem(**sizes, causal=Causal() if point["causal"] else None, descale_blocks=(0, 0, 0))
-        gpu = resolve("h200")
-        assert config in flash_fwd_fp8.configs(call, gpu)  # the default of that day
-        p, time_us = predict(call, flash_fwd_fp8, config, gpu), statistics.median(point[point["default"]]["us"])
-        assert p is not None and p.low_us <= time_us <= p.high_us
-        ratios.append(time_us / p.time_us)
-    assert len(ratios) == 18
+        for way, name in point["defaults"].items():
+            dtype = "int8" if way.startswith("int8") else "float8_e4m3fn"
+            dtype_v = "bfloat16" if way.endswith("bfloat16") else dtype
+            blocks = (block, block, 0 if dtype_v == "bfloat16" else block)
+            call = problem(dtype, dtype_v, **sizes, causal=Causal() if point["causal"] else None, descale_blocks=blocks)
+            gpu, config = resolve("h200"), hopper_flash_fwd.Config(*map(int, re.findall(r"\d+", name.split(": ")[1])))
+            assert config in hopper_flash_fwd.configs(call, gpu)
+            p, time_us = predict(call, hopper_flash_fwd, config, gpu), statistics.median(point[name]["us"])
+            assert p is not None and p.low_us <= time_us <= p.high_us
+            ratios.append(time_us / p.time_us)
+    assert len(ratios) == 36 * 4
     # docs/workbench/model.md states both.
-    assert (round(min(ratios), 1), round(max(ratios), 1)) == (1.2, 1.5)
+    assert (round(min(ratios), 1), round(max(ratios), 1)) == (1.0, 1.7)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +111,12 @@ def test_no_bound_is_made_of_rates_that_nobody_measured() -> None:
     assert product_path(problem(), measured_rates(ceilings), resolve("h200")) is None
     said = on("h200")
     assert said.measured is not None and said.measured.of("tensor cores") is None and said.measured.of("tiles") is None
+
+
+def test_the_hopper_kernel_multiplies_values_in_float16() -> None:
+    gpu, sheet = resolve("h200"), catalog()["h200"]
+    assert path_of(problem(), hopper_flash_fwd, gpu, sheet).name == "fp8 and float16"
+    assert path_of(problem(), flash_fwd, gpu, sheet).name == "fp8"
 
 
 def test_a_kernel_on_gfx942_multiplies_these_float8_formats_in_float16() -> None:

@@ -1,12 +1,15 @@
 """The dequantization factors of a consumer's 64 queries, and of each of its tiles of keys.
 
 Tiles of queries and keys begin at multiples of their length, which divides the blocks of tokens that share a factor, so
-a tile has one factor. That of Q and K is part of the scale of the scores. That of V multiplies a tile's product where
-it is added to the accumulator, or the output if all keys of a head share it.
+a tile has one factor. That of Q and K is part of the scale of the scores. That of V multiplies the output if all keys
+of a head share it. Otherwise that of its first block does, and the ratio of a tile's factor to it is part of the tile's
+probabilities: its logarithm is added to the tile's scores, and sums of probabilities are divided by it
+(softmax.FromZero).
 """
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from warpwave.kernels.hopper.parts import lg2
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
 
 
@@ -27,11 +30,12 @@ class OfKeys:
 
 @aggregate
 class Factors:
-    """The factors of the scores of a call.
+    """The factors of a call.
 
     Args:
         q_ptr, q_strides: those of Q, float32, and their `groups.QDescaleStrides`.
         of_k: those of K.
+        of_v: those of V; () if V is not quantized.
         group_size: query heads of a kv head.
         Q_BLOCK: queries that share a factor; 0 if all queries of a head do.
     """
@@ -39,17 +43,22 @@ class Factors:
     q_ptr: gl.tensor
     q_strides: gl.tuple
     of_k: OfKeys
+    of_v: object
     group_size: gl.tensor
     Q_BLOCK: gl.constexpr
 
 
 @aggregate
 class OfHead:
-    """The factors of one head of K or V: `ptr` is that of its first block."""
+    """The factors of one head of K or V: `ptr` is that of its first block. Beside K, `of_v` are those of V, or (). Of
+    V, `first` is the factor of the first block and `tile` that of a tile; of K they are ()."""
 
     ptr: gl.tensor
     stride: gl.tensor
     seqlen_k: gl.tensor
+    of_v: object
+    first: object
+    tile: object
     BLOCK: gl.constexpr
 
 
@@ -61,13 +70,25 @@ def has_factors(factors):
     return hasattr(factors, "Q_BLOCK") or hasattr(factors, "BLOCK")
 
 
+@constexpr_function
+def has_values(factors):
+    """Returns whether V is quantized; `factors` is a `Factors` or an `OfHead`, or () for none."""
+    return has_factors(factors) and has_factors(factors.of_v)
+
+
+@constexpr_function
+def has_blocks_of_values(factors):
+    """Returns whether blocks of V have factors; `factors` as for `has_values`."""
+    return has_values(factors) and int(factors.of_v.BLOCK) > 0
+
+
 @jit
-def of_head(of_keys, group_size, work):
+def of_head(of_keys, of_v, group_size, work):
     """Returns the factors of K or V that the head of `work` reads."""
     batch = work.batch.to(gl.int64)
     kv_head = (work.head // group_size).to(gl.int64)
     ptr = of_keys.ptr + (batch * of_keys.strides[0] + kv_head * of_keys.strides[1])
-    return OfHead(ptr, of_keys.strides[2], work.seqlen_k, of_keys.BLOCK)
+    return OfHead(ptr, of_keys.strides[2], work.seqlen_k, of_v, (), (), of_keys.BLOCK)
 
 
 @jit
@@ -84,45 +105,78 @@ def rules_of_queries(factors, row_first, work, rules):
         row = gl.minimum(row_first, gl.maximum(work.seqlen_q - 1, 0))
         pointer += (row // factors.Q_BLOCK).to(gl.int64) * q_strides[3]
     factor = gl.load(pointer)
-    head = of_head(factors.of_k, factors.group_size, work)
+    of_v = ()
+    if has_values(factors):
+        of_v = of_head(factors.of_v, (), factors.group_size, work)
+        of_v = with_fields(of_v, first=first_of(of_v))
+    head = of_head(factors.of_k, of_v, factors.group_size, work)
     if head.BLOCK == 0:
         factor = factor * gl.load(head.ptr)
     return with_fields(rules, scale=in_range(rules.scale * factor), factors=head)
 
 
 @jit
-def rules_of_tile(tile, keys, rules):
-    """Returns the rules for a tile of keys: their scale includes its factor of K."""
+def factors_of_tile(tile, keys, rules):
+    """Starts to read the factors of a tile of K and of V, 1 where blocks have none of their own; () if the call has no
+    factors."""
     if has_factors(rules.factors):
-        return _rules_of_tile(rules.factors, tile, keys, rules)
+        return _factors_of_tile(rules.factors, tile, keys, rules)
+    else:
+        return ()
+
+
+@jit
+def _factors_of_tile(head, tile, keys, rules):
+    of_k = gl.to_tensor(1.0)
+    of_v = gl.to_tensor(1.0)
+    if head.BLOCK > 0:
+        of_k = of_block(head, tile, keys, rules)
+    if has_blocks_of_values(head):
+        of_v = of_block(head.of_v, tile, keys, rules)
+    return of_k, of_v
+
+
+@jit
+def rules_of_tile(read, rules):
+    """Returns the rules for a tile of keys: their scale includes its factor of K, and `tile` is its factor of V. `read`
+    is what `factors_of_tile` returned."""
+    if has_factors(rules.factors):
+        return _rules_of_tile(rules.factors, read, rules)
     else:
         return rules
 
 
 @jit
-def _rules_of_tile(head, tile, keys, rules):
-    if head.BLOCK == 0:
-        return rules
-    else:
-        return with_fields(rules, scale=in_range(rules.scale * of_block(head, tile, keys, rules)))
+def _rules_of_tile(head, read, rules):
+    if head.BLOCK > 0:
+        rules = with_fields(rules, scale=in_range(rules.scale * read[0]))
+    if has_blocks_of_values(head):
+        rules = with_fields(rules, factors=with_fields(head, of_v=with_fields(head.of_v, tile=read[1])))
+    return rules
 
 
 @jit
-def of_values(values, tile, keys, rules):
-    """Returns the factor of V of a tile of keys; 1 if the head has only one, which multiplies the output."""
-    if values.BLOCK == 0:
-        return 1.0
+def of_output(factors, work):
+    """Returns the factor of the output, that of the first block of V; `factors` is a `Factors`."""
+    if has_values(factors):
+        return first_of(of_head(factors.of_v, (), factors.group_size, work))
     else:
-        return of_block(values, tile, keys, rules)
+        return 1.0
 
 
 @jit
-def of_output(values):
-    """Returns the factor of V of a whole head; 1 if its blocks have their own."""
-    if values.BLOCK == 0:
-        return gl.load(values.ptr)
-    else:
-        return 1.0
+def first_of(head):
+    """Returns the factor of a head's first block; 1 if there are no blocks, because there are no keys."""
+    return gl.load(head.ptr, mask=(head.seqlen_k > 0) | (head.BLOCK == 0), other=1.0)
+
+
+@jit
+def bits_of_values(rules):
+    """Returns the logarithm of a tile's factor of V relative to that of the first block, in bits, to a multiple of
+    2^-13: the factor is off by 2^-14 at most. Relative, because a factor may be close to the limits of float32."""
+    bits = lg2(rules.factors.of_v.tile / rules.factors.of_v.first)
+    # Adding 1.5 * 2^10 leaves 13 bits behind the point.
+    return (bits + 1536.0) - 1536.0
 
 
 @jit

@@ -27,6 +27,9 @@ from warpwave.runtime.gluon_or_stub import (
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup: the rows of one wgmma
+# Sums of int8 products start here, in int32: the bits of a sum s are then those of the float32 1.5 * 2^23 + s, and no
+# conversion is needed. |s| is at most 2^22: 256 columns.
+ZERO_OF_INT8 = gl.constexpr(0x4B400000)
 # Named barriers from 8 on are free: Triton 3.6 to 3.9 uses the lower ones for its warp groups.
 FREE_BARRIERS = gl.constexpr(8)
 
@@ -226,12 +229,13 @@ def matrix(piece):
 
 @jit
 def scores_async(q, k_ring, n, zero):
-    """Starts Q K^T of tile n, [64, rows], one wgmma group for each piece of head_dim. `zero` gives shape and layout."""
+    """Starts Q K^T of tile n, [64, rows], one wgmma group for each piece of head_dim. `zero` gives shape and layout;
+    int32 sums are added to it."""
     stage = n % k_ring.stages
     scores = zero
     for i in gl.static_range(len(k_ring.pieces)):
         k = matrix(k_ring.pieces[i].index(stage)).permute((1, 0))
-        scores = warpgroup_mma(q[i], k, scores, use_acc=i > 0, is_async=True)
+        scores = warpgroup_mma(q[i], k, scores, use_acc=i > 0 or zero.dtype == gl.int32, is_async=True)
     return scores
 
 
@@ -273,23 +277,28 @@ def eight_bit_accumulator_layout(width):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 32])
 
 
+@constexpr_function
+def is_float8(pieces):
+    """Returns whether a tile holds float8."""
+    return str(pieces[0].dtype).startswith("fp8")
+
+
 @jit
 def zero_scores(k_ring, BLOCK_N: gl.constexpr):
-    """Returns what `scores_async` adds to: int32 for int8 operands, else float32."""
+    """Returns what the products of queries and keys are added to: zeros, or ZERO_OF_INT8 in int32 for int8 operands."""
     if k_ring.pieces[0].dtype == gl.int8:
-        return gl.zeros([ROWS, BLOCK_N], gl.int32, eight_bit_accumulator_layout(BLOCK_N))
+        return gl.full([ROWS, BLOCK_N], ZERO_OF_INT8, gl.int32, eight_bit_accumulator_layout(BLOCK_N))
+    elif is_float8(k_ring.pieces):
+        return gl.zeros([ROWS, BLOCK_N], gl.float32, eight_bit_accumulator_layout(BLOCK_N))
     else:
         return zero_accumulator(BLOCK_N)
 
 
 @jit
 def finished_scores(scores, AFTER: gl.constexpr):
-    """Waits for all products in flight but the last AFTER, and returns scores in float32. It holds the sums of int8
-    products exactly, up to 1,024 columns."""
+    """Waits for all products in flight but the last AFTER, and returns scores in the layout of 16-bit operands."""
     x = warpgroup_mma_wait(AFTER, deps=[scores])
-    if x.dtype == gl.int32:
-        x = gl.convert_layout(x.to(gl.float32), accumulator_layout(x.shape[1]), assert_trivial=True)
-    return x
+    return gl.convert_layout(x, accumulator_layout(x.shape[1]), assert_trivial=True)
 
 
 @jit
@@ -305,6 +314,12 @@ def zero_accumulator(WIDTH: gl.constexpr):
 def exp2(x):
     """Returns 2^x in one instruction. The library's exp2 also scales subnormal results, which softmax does not need."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@jit
+def lg2(x):
+    """Returns log2(x) in one instruction, within 2^-22 for x from 1/2 to 2 and within 2^-22 of the result elsewhere."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @jit

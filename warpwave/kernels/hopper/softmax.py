@@ -5,22 +5,86 @@ Its state has two forms. If tiles are not overlapped, maximum and lead are per r
 communicates only when its own scores rise: `settled_maximum`, `own_probabilities`.
 """
 
+# No postponed annotations: Gluon checks an aggregate's fields against its annotations.
+
+from warpwave.kernels.hopper.factors import bits_of_values, has_blocks_of_values
 from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh, tanh_of_tile
 from warpwave.kernels.hopper.visible import heads_of_rows
-from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 # Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
 # reach 2^4. Random scores of one variance rarely rise by 4 bits after the first tile.
 LAG = gl.constexpr(4.0)
+# parts.ZERO_OF_INT8 as float32: sums of int8 products are that much too large.
+ZERO = gl.constexpr(1.5 * 2**23)
+
+
+@aggregate
+class FromZero:
+    """The factor of scores that are not in bits yet: `scale * scores - zero`.
+
+    The softmax subtracts `zero` together with the maximum, which `settled_maximum` rounds so that the sum is exact, up
+    to 2^11 bits. `zero` is that of int8 scores, or minus the logarithm of a tile's factor of V: the factor is then part
+    of the tile's probabilities, and `weight` undoes it in their sum.
+    """
+
+    scale: gl.tensor
+    zero: gl.tensor
+    weight: gl.tensor
+
+
+@constexpr_function
+def has_zero(scale):
+    """Returns whether a factor is a `FromZero`."""
+    return hasattr(scale, "zero")
+
+
+@jit
+def less_zero(scores):
+    """Returns the scores of int8 operands in float32; others as they are."""
+    if scores.dtype == gl.int32:
+        scores = scores.to(gl.float32, bitcast=True) - ZERO
+    return scores
+
+
+@jit
+def with_values(scale, rules):
+    """Returns the factor of a tile's scores: a `FromZero` with the tile's factor of V, or the scale if blocks of V have
+    none."""
+    if has_blocks_of_values(rules.factors):
+        bits = bits_of_values(rules)
+        return FromZero(gl.to_tensor(scale), -bits, exp2(-bits))
+    else:
+        return scale
+
+
+@constexpr_function
+def keeps_zero(dtype, rules, at_edge):
+    """Returns whether a tile's scores of int8 operands stay too large by ZERO until their softmax. Its rounding would
+    be that of a factor of V too, so scores with such factors do not."""
+    changes = bool(rules.HAS_SOFTCAP) or bool(rules.HAS_ALIBI) or bool(at_edge)
+    return dtype == gl.int32 and not changes and not has_blocks_of_values(rules.factors)
 
 
 @jit
 def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
-    """Returns the scores of one tile for the softmax, and the remaining factor.
+    """Returns the scores of one tile for the softmax, and the remaining factor, which is a `FromZero` if more than a
+    factor remains.
 
     In tiles that need neither mask nor position, the scale is part of the softmax's fused multiply-add. In other tiles
     it is applied here, because 0 * -inf, with a scale of 0, would be NaN.
     """
+    if keeps_zero(scores.dtype, rules, AT_EDGE):
+        # Without its last two bits, the scale times ZERO is exact.
+        scale = (rules.scale.to(gl.int32, bitcast=True) & -4).to(gl.float32, bitcast=True)
+        return scores.to(gl.float32, bitcast=True), FromZero(scale, scale * ZERO, gl.to_tensor(1.0))
+    else:
+        scores, scale = _in_bits(less_zero(scores), tile, place, keys, rules, AT_EDGE)
+        return scores, with_values(scale, rules)
+
+
+@jit
+def _in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
     layout: gl.constexpr = scores.type.layout
     scale = rules.scale
     if rules.HAS_SOFTCAP:
@@ -121,13 +185,33 @@ def of_rows(own, x):
 
 
 @constexpr_function
-def _settle_asm(lag):
+def _settle_asm(lag, has_zero):
     # For two rows: $0, $1 are the maxima m, $2, $3 alpha, $4, $5 lead, $10, $11 the thread's largest scores, $12, $13
-    # the scale. A row whose maximum stays has factor 1, also if the maximum is minus infinity.
-    unless_any_rises = (
-        "neg.f32 n0, $0; neg.f32 n1, $1; fma.rn.f32 t0, $10, $12, n0; fma.rn.f32 t1, $11, $13, n1; "
+    # the scale, and $14, $15 `FromZero.zero`, if any: then r is m rounded so that n, which is added to scores, is
+    # exact. A row whose maximum stays has factor 1, also if the maximum is minus infinity.
+    rows = range(2)
+    scaled = [f"mul.rn.f32 a{i}, a{i}, ${12 + i}; " for i in rows]
+    if has_zero:
+        start = "".join(
+            f"add.rn.f32 n{i}, ${i}, ${14 + i}; sub.rn.f32 r{i}, n{i}, ${14 + i}; neg.f32 n{i}, n{i}; " for i in rows
+        )
+        any_rounded = "".join(f"setp.neu.or.f32 p, r{i}, ${i}, p; " for i in rows)
+        # e is the exponent of the largest score's probability: what the rounding of the maximum leaves.
+        maxima = [
+            f"mov.b32 e{i}, a{i}; {scaled[i]}neg.f32 s{i}, a{i}; fma.rn.f32 e{i}, e{i}, ${12 + i}, s{i}; "
+            f"sub.rn.f32 a{i}, a{i}, ${14 + i}; selp.f32 a{i}, a{i}, r{i}, q{i}; setp.neu.f32 p, a{i}, ${i}; "
+            for i in rows
+        ]
+        changes, leads, before = ("p", "p"), ("e0", "e1"), "0fFF800000"
+    else:
+        start = "".join(f"neg.f32 n{i}, ${i}; " for i in rows)
+        any_rounded = ""
+        maxima = [f"{scaled[i]}selp.f32 a{i}, a{i}, ${i}, q{i}; " for i in rows]
+        changes, leads, before = ("q0", "q1"), ("0f00000000",) * 2, "0f00000000"
+    unless_any_changes = (
+        f"{start}fma.rn.f32 t0, $10, $12, n0; fma.rn.f32 t1, $11, $13, n1; "
         "mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
-        f"setp.gt.f32 p, t0, {float(lag)}; setp.gt.or.f32 p, t1, {float(lag)}, p; "
+        f"setp.gt.f32 p, t0, {float(lag)}; setp.gt.or.f32 p, t1, {float(lag)}, p; {any_rounded}"
         "vote.sync.any.pred p, p, 0xffffffff; @!p bra SETTLED; "
     )
     among_threads = "".join(
@@ -135,27 +219,27 @@ def _settle_asm(lag):
         f"shfl.sync.bfly.b32 s1, {a}1, {lanes}, 0x1f, 0xffffffff; max.f32 a0, {a}0, s0; max.f32 a1, {a}1, s1; "
         for a, lanes in (("$1", 2), ("a", 1))
     )
-    rise = "".join(
+    change = "".join(
         f"fma.rn.f32 t{i}, a{i}, ${12 + i}, n{i}; setp.gt.f32 q{i}, t{i}, {float(lag)}; "
-        f"mul.rn.f32 a{i}, a{i}, ${12 + i}; selp.f32 a{i}, a{i}, ${i}, q{i}; "
-        f"sub.rn.f32 s{i}, ${i}, a{i}; selp.f32 s{i}, s{i}, 0f00000000, q{i}; "
+        f"{maxima[i]}sub.rn.f32 s{i}, ${i}, a{i}; selp.f32 s{i}, s{i}, 0f00000000, {changes[i]}; "
         f"ex2.approx.ftz.f32 ${2 + i}, s{i}; mov.b32 ${i}, a{i}; "
-        f"selp.f32 t{i}, 0f00000000, t{i}, q{i}; selp.f32 ${4 + i}, 0f00000000, ${4 + i}, q{i}; "
-        for i in range(2)
+        f"selp.f32 t{i}, {leads[i]}, t{i}, q{i}; selp.f32 ${4 + i}, {before}, ${4 + i}, q{i}; "
+        for i in rows
     )
     return (
-        f"{{ .reg .pred p, q0, q1; .reg .f32 t0, t1, s0, s1, n0, n1, a0, a1; {unless_any_rises}{among_threads}{rise}"
-        "SETTLED: max.f32 $4, $4, t0; max.f32 $5, $5, t1; }"
+        f"{{ .reg .pred p, q0, q1; .reg .f32 t0, t1, s0, s1, n0, n1, r0, r1, a0, a1, e0, e1; {unless_any_changes}"
+        f"{among_threads}{change}SETTLED: max.f32 $4, $4, t0; max.f32 $5, $5, t1; }}"
     )
 
 
 @jit
-def settle(m, lead, top, scale, MOST: gl.constexpr):
-    """Runs `settled_maximum` for two rows per thread."""
+def settle(m, lead, top, factors):
+    """Runs `settled_maximum` for two rows per thread. `factors` are the scale and `FromZero.zero`, if any, as
+    tensors."""
     return gl.inline_asm_elementwise(
-        _settle_asm(MOST),
-        "=r,=r,=&r,=&r,=r,=r,0,1,4,5,r,r,r,r",
-        [m, lead, top, scale],
+        _settle_asm(LAG, len(factors) > 1),
+        "=r,=r,=&r,=&r,=r,=r,0,1,4,5" + ",r,r" * (1 + len(factors)),
+        [m, lead, top] + list(factors),
         dtype=(gl.float32, gl.float32, gl.float32),
         is_pure=False,
         pack=2,
@@ -163,18 +247,29 @@ def settle(m, lead, top, scale, MOST: gl.constexpr):
 
 
 @jit
-def settled_maximum(scores, scale, m, lead, MOST: gl.constexpr = LAG):
+def settled_maximum(scores, scale, m, lead):
     """Computes `new_maximum` on per-thread state, [64, 4]. Unless a score of its 16 rows leads its maximum by more than
-    MOST, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
+    LAG, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
     at head_dim 64, 1 % at 256.
 
     Returns:
         m: the new maxima, equal in a row's threads.
         alpha: the factor of the previous sum.
-        lead: the lead of the thread's own scores, at least 0; a row's lead is the maximum over its threads.
+        lead: the lead of the thread's own scores, at least 0 unless `scale` is a `FromZero`; a row's lead is the
+            maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
-    return settle(m, lead, top, gl.full(top.shape, scale, gl.float32, top.type.layout), MOST)
+    if has_zero(scale):
+        factors = (everywhere(scale.scale, top), everywhere(scale.zero, top))
+    else:
+        factors = (everywhere(scale, top),)
+    return settle(m, lead, top, factors)
+
+
+@jit
+def everywhere(number, x):
+    """Returns a number as a tensor like x."""
+    return gl.full(x.shape, number, gl.float32, x.type.layout)
 
 
 @jit
@@ -184,8 +279,14 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr):
     shift = m
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
-    p = exp2(multiply_add(scores, scale, -beside_columns(shift, scores), True))
+    factor = scale
+    if has_zero(scale):
+        shift = shift + scale.zero
+        factor = scale.scale
+    p = exp2(multiply_add(scores, factor, -beside_columns(shift, scores), True))
     sums = gl.sum(gl.sum(gl.reshape(p, [ROWS, scores.shape[1] // 8, 4, 2]), axis=1), axis=2)
+    if has_zero(scale):
+        sums = sums * scale.weight
     return p, l_i * alpha + gl.convert_layout(sums, l_i.type.layout, assert_trivial=True)
 
 

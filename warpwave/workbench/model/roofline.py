@@ -245,10 +245,16 @@ def _units(problem: AttentionProblem) -> tuple[tuple[str, ...], tuple[str, ...]]
     return (eight, "float16"), ("float16",) if problem.dtype_of_v == "int8" else ("fp8", "float16")
 
 
-def quantized_path_of_kernel(problem: AttentionProblem, rates: Rates, gpu: Gpu) -> Path | None:
-    """Returns the path of a portable kernel, which multiplies 8-bit numbers as they are; as float16 on gfx942, whose
-    matrix unit has other float8 formats."""
+def quantized_path_of_kernel(problem: AttentionProblem, rates: Rates, gpu: Gpu, widens: bool = False) -> Path | None:
+    """Returns the path of a kernel, which multiplies 8-bit numbers as they are; as float16 on gfx942, whose matrix unit
+    has other float8 formats.
+
+    Args:
+        widens: whether the kernel multiplies a v of 8 bits in float16.
+    """
     of_scores, of_values = (units[:1] for units in _units(problem))
+    if widens and of_values == ("fp8",):
+        of_values = ("float16",)
     if gpu.arch == "gfx942":
         of_scores, of_values = (("float16",) if units == ("fp8",) else units for units in (of_scores, of_values))
     return _quantized_path(problem, rates, gpu, of_scores, of_values) or product_path(problem, rates, gpu)

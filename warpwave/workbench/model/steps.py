@@ -482,7 +482,8 @@ def path_of(problem: AttentionProblem, kernel: Any, gpu: Gpu, sheet: DataSheet) 
     elif problem.dtype == "float32":
         paths = FLOAT32_PATHS.get(computed_in(kernel, problem, gpu), FLOAT32_PATHS["ieee"])
     elif problem.is_quantized:
-        path = quantized_path_of_kernel(problem, rates, gpu) if kernel.NEEDS_GPU else None
+        widens = getattr(kernel, "WIDENS_VALUES", False)
+        path = quantized_path_of_kernel(problem, rates, gpu, widens) if kernel.NEEDS_GPU else None
         if path is not None:
             return path
         paths = FLOAT32_PATHS["ieee"]  # torch's operations multiply the numbers as float32

@@ -418,55 +418,60 @@ RULES_OF_PARTS: tuple[Rule[Config], ...] = (
         HALVES,
     ),
 )
-NOT_MEASURED = "not measured with int8 products; as in 16 bits, with a bias as beside one of 16 bits"
-INT8_LOG = "2026-11-23-h200-int8.log"
-# int8 q and k. A second choice is for a factor of each 64 keys: a tile of keys has one.
-RULES_OF_INT8: tuple[Rule[Config], ...] = (
+NOT_MEASURED = "not measured with 8-bit products; as in 16 bits, with a bias as beside one of 16 bits"
+QUANTIZED_TILES = "2026-11-26-h200-quantized-tiles.json"
+# Quantized q and k. A second choice is for a factor of each 64 keys: a tile of keys has one.
+RULES_OF_QUANTIZED: tuple[Rule[Config], ...] = (
     Rule(
-        "int8, head_dim above 128",
+        "quantized, head_dim above 128",
         lambda c: c.width > 128,
         (Config(128, 64, 3), Config(128, 64, 2)),
-        "3 stages are 1.00 to 1.08 times as fast as 2 at 256; 129 to 192 were not measured",
-        INT8_LOG,
+        "3 stages are 0.98 to 1.12 times as fast as 2 at 256; 129 to 192 were not measured",
+        QUANTIZED_TILES,
     ),
     Rule(
-        "int8, head_dim 65 to 128, a bias for each score",
+        "quantized, head_dim 65 to 128, a bias for each score",
         lambda c: c.width > 64 and c.bias_bytes,
         (Config(128, 64, 3), Config(128, 64, 2)),
         NOT_MEASURED,
     ),
     Rule(
-        "int8, head_dim 65 to 128",
-        lambda c: c.width > 64,
-        (Config(128, 128, 2), Config(128, 64, 3)),
-        "192 x 64 with 3 stages is 1.00 to 1.05 times as fast, in dense calls without mask or bias",
-        INT8_LOG,
+        "quantized, head_dim 65 to 128, dense, no mask or bias, no factors of blocks of v, and blocks of 192 queries "
+        "balance over the SMs",
+        lambda c: c.width > 64 and c.is_plain and c.suits_192 and not (c.problem.descale_blocks or (0, 0, 0))[2],
+        (Config(192, 64, 3),),
+        "at head_dim 128 0.99 to 1.16 times as fast as 128 x 128 in 24 calls with factors of heads, 0.99 to 1.07 in 12 "
+        "with factors of blocks of k; with those of v 0.89 to 1.01",
+        QUANTIZED_TILES,
     ),
     Rule(
-        "int8, head_dim up to 64, a bias for each score",
+        "quantized, head_dim 65 to 128",
+        lambda c: c.width > 64,
+        (Config(128, 128, 2), Config(128, 64, 3)),
+        "with factors of blocks of v 0.99 to 1.12 times as fast as 192 x 64; other calls were not measured",
+        QUANTIZED_TILES,
+    ),
+    Rule(
+        "quantized, head_dim up to 64, a bias for each score",
         lambda c: c.bias_bytes,
         (Config(128, 128, 2), Config(128, 64, 2)),
         NOT_MEASURED,
     ),
     Rule(
-        "int8, head_dim up to 64, a causal mask or window, at most 2,048 keys a query",
-        lambda c: c.is_short_causal,
+        "quantized, head_dim up to 64, at most 1,024 keys a query, or 2,048 with a causal mask or window, or blocks of "
+        "192 queries do not balance over the SMs",
+        lambda c: c.is_short_causal or c.reach <= 1024 or c.is_unbalanced,
         (Config(64, 64, 3, 3),),
-        "1.22 to 1.27 times as fast as blocks of 128 and 192 queries",
-        INT8_LOG,
+        "at 16 x 1024 1.02 to 1.20 times as fast as 192 x 128, causal 1.24 to 1.36; unbalanced blocks were not "
+        "measured",
+        QUANTIZED_TILES,
     ),
     Rule(
-        "int8, head_dim up to 64, blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_unbalanced,
-        (Config(64, 128, 2, 2), Config(64, 64, 3, 2)),
-        NOT_MEASURED,
-    ),
-    Rule(
-        "int8, head_dim up to 64",
+        "quantized, head_dim up to 64",
         lambda c: True,
         (Config(192, 128, 3), Config(192, 64, 4)),
-        "0.99 to 1.27 times as fast as 192 x 64 and 128 x 128",
-        INT8_LOG,
+        "1.05 to 1.17 times as fast as 64 x 64 at 1 x 16384, 0.95 to 1.19 at 4 x 4096",
+        QUANTIZED_TILES,
     ),
 )
 
@@ -483,7 +488,7 @@ def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:
 
 def _table(call: Call) -> tuple[Rule[Config], ...]:
     if call.problem.is_quantized:
-        return RULES_OF_INT8
+        return RULES_OF_QUANTIZED
     return RULES_OF_PARTS if call.parts > 1 else RULES
 
 

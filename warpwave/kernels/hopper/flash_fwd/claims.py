@@ -19,22 +19,24 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     query_tiles,
     row_pieces,
     smem_bytes,
+    widens,
 )
 from warpwave.kernels.hopper.host import NUM_SMS
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_HEAD_DIM_WITH_DROPOUT = 256  # as gradients
-MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256}
+MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
+FEWEST_QUERIES = 128  # that share a kv head, to amortize writing a V of 8 bits in float16
 
 
 @by_kind
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason this kernel cannot run the problem on this GPU; empty if it can."""
     found = reasons.of_hopper(gpu)
-    if problem.is_quantized and (refused := _against_quantized(problem)):
-        return found + refused
+    if problem.is_quantized and problem.dtype_of_out not in SIXTEEN_BIT:
+        found.append(f"out is {problem.dtype_of_out}; it writes float16 and bfloat16")
     if problem.dtype == "float32":
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
@@ -50,7 +52,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
                 f"{name} is {size}; rows of K and V must fit a tile and rows of out must fit the registers: "
                 f"at most {MAX_HEAD_DIM[problem.dtype]} in {problem.dtype}"
             )
-        multiple = 16 // DTYPE_BYTES[dtype]
+        multiple = 8 if name == "head_dim_v" else 16 // DTYPE_BYTES[dtype]  # v has 16 bits in the attention's launch
         if size % multiple and problem.dtype != "float32":
             found.append(
                 f"{name} is {size}; it must be a multiple of {multiple}, because TMA copies multiples of 16 bytes"
@@ -60,26 +62,26 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             found.append(f"it takes a {name} only in 16-bit types")
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
             found.append(f"it takes a {name} only up to head_dim 256: above, registers do not suffice")
+    if problem.bias_shape is not None and problem.descale_blocks is not None and problem.descale_blocks[2]:
+        # Factors are added to scores in bits (softmax.FromZero), where a bias of -1e9 would leave nothing of them.
+        found.append("it takes no bias beside factors of blocks of v")
     # Without one bias per score, some tile always fits. With one, no rule of the choice depends on lengths.
     if not found and has_bias_cells(problem) and default(problem, gpu) is None:
         found.append("no tile fits shared memory and registers together with its tile of the bias")
     return found
 
 
-def _against_quantized(problem: AttentionProblem) -> list[str]:
-    """Returns why this kernel cannot multiply quantized operands."""
-    if problem.dtype != "int8":
-        return [f"q is {problem.dtype}; its quantized products are int8"]
-    if problem.dtype_of_v not in SIXTEEN_BIT:
-        return [f"v is {problem.dtype_of_v}; beside int8 q and k it takes v in float16 or bfloat16"]
-    if problem.dtype_of_out not in SIXTEEN_BIT:
-        return [f"out is {problem.dtype_of_out}; it writes float16 and bfloat16"]
-    return []
-
-
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why `flash_fwd` is faster: very short calls do not amortize setting up the ring and the warp roles, and
-    up to head_dim 64 random numbers bind calls with dropout."""
+    """Returns why `flash_fwd` is faster: very short calls do not amortize setting up the ring and the warp roles, few
+    queries do not amortize a launch that widens V, and up to head_dim 64 random numbers bind calls with dropout."""
+    if widens(problem):
+        shared = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
+        if shared < FEWEST_QUERIES:
+            # By bytes and peaks; not measured.
+            return [
+                f"{shared} queries share a kv head; with fewer than {FEWEST_QUERIES}, writing V in float16 takes as "
+                "long as the attention"
+            ]
     if problem.dropout_p and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 4 x 4096 causal, ms, this kernel / flash_fwd (record 2026-11-23-h200-dropout.json): 64 1.57 / 1.42, 128 0.87 /
         # 0.93, 256 0.63 / 0.74.
@@ -101,6 +103,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In
     float32 it includes what the preceding launches read, and the parts that they write."""
     size, size_v, size_out = (DTYPE_BYTES[x] for x in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
+    size_v = 2 if widens(problem) else size_v
     width, width_v = map(sum, row_pieces(problem, config))
     visited = walk(problem, config.block_m, config.block_n, config.heads, from_first=True).tiles
     # A warpgroup skips its tiles when all its rows lie past the end of the sequence.
@@ -134,6 +137,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         reads += scores // 8
     if has_bias_cells(problem):
         reads += scores * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
+    if widens(problem):
+        values = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
+        split_reads += values * problem.head_dim_v
+        workspace += 2 * values * problem.head_dim_v
+        launches += 1
     of_tiles = walk(problem, config.block_m, config.block_n, config.heads)
     attend = Cost(
         blocks=min(query_tiles(problem, config.block_m, config.heads), (gpu.num_sms or NUM_SMS) * config.blocks_per_sm),

@@ -9,7 +9,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.host import bias_bytes, pieces
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import scale_ahead
-from warpwave.problem import AttentionProblem, by_kind
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
@@ -89,6 +89,11 @@ def heads_together(problem: AttentionProblem) -> int:
     return min(group & -group, ROWS.value)
 
 
+def widens(problem: AttentionProblem) -> bool:
+    """Returns whether v has 8 bits: a preceding launch writes it in float16."""
+    return problem.is_quantized and DTYPE_BYTES[problem.dtype_of_v] == 1
+
+
 # Resources of an SM ---------------------------------------------------------------------------------------------------
 
 
@@ -99,7 +104,7 @@ def registers(config: Config) -> tuple[int, int]:
 
 
 def row_pieces(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the pieces of a row of Q and K, and those of a row of V. wgmma sums 32 columns of int8 at a time."""
+    """Returns the pieces of a row of Q and K, and those of a row of V. wgmma sums 32 columns of 8 bits at a time."""
     return pieces(problem.head_dim, 32 if problem.is_quantized else 16), pieces(problem.head_dim_v, config.narrowest_v)
 
 
@@ -186,7 +191,7 @@ def tile_width(problem: AttentionProblem) -> int:
 @by_kind
 def runs(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Checks the shared memory of all blocks of an SM, and that the keys of a tile share a factor."""
-    if problem.descale_blocks is not None and problem.descale_blocks[1] % config.block_n:
+    if problem.descale_blocks is not None and any(many % config.block_n for many in problem.descale_blocks[1:]):
         return False
     return config.blocks_per_sm * (smem_bytes(problem, gpu, config) + 1024) <= SMEM_PER_SM
 

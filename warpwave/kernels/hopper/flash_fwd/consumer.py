@@ -8,7 +8,14 @@ The same holds for all tiles of a boolean mask; tiles that it hides entirely are
 
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import drop, has_dropout, key_of, of_head
-from warpwave.kernels.hopper.factors import has_factors, rules_of_queries, rules_of_tile
+from warpwave.kernels.hopper.factors import (
+    factors_of_tile,
+    has_blocks_of_values,
+    has_factors,
+    of_output,
+    rules_of_queries,
+    rules_of_tile,
+)
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     has_bias_tiles,
@@ -95,7 +102,7 @@ def step(
 ):  # fmt: skip
     """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
     values."""
-    of_tile = rules_of_tile(tile, keys, rules)
+    factors = factors_of_tile(tile, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, False)
     wait_full(k_ring, n + 1)
     scores = scores_async(q, k_ring, n + 1, zero_scores(k_ring, rules.BLOCK_N))
@@ -104,7 +111,7 @@ def step(
     x = finished_scores(scores, len(pending))
     hand_back_keys(k_ring, n + 1, place)
     release(q_empty, GROUP, is_last, rules)
-    x, scale = scores_in_bits(x, ahead, tile, place, keys, of_tile, False)
+    x, scale = scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(factors, rules), False)
     if rules.HAS_LOW and not is_masked(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
@@ -157,14 +164,14 @@ def release(q_empty, GROUP: gl.constexpr, is_last, rules):
 @jit
 def edge_scores(q, k_ring, n, tile, place, keys, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
-    of_tile = rules_of_tile(tile, keys, rules)
+    factors = factors_of_tile(tile, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, True)
     wait_full(k_ring, n)
     scores = scores_async(q, k_ring, n, zero_scores(k_ring, rules.BLOCK_N))
     ahead = read_bias(ahead, place, k_ring, n, rules)
     x = finished_scores(scores, 0)
     hand_back_keys(k_ring, n, place)
-    return scores_in_bits(x, ahead, tile, place, keys, of_tile, True)
+    return scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(factors, rules), True)
 
 
 @jit
@@ -403,7 +410,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         row_first = first_query(work, GROUP, rules)
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         l_out = l_row
-        if rules.PARTS == 1:
+        if rules.PARTS == 1 and not has_blocks_of_values(rules.factors):
             l_out = l_row + rounding_of_the_largest(lead, v_ring.pieces[0].dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         far = is_far(m_i)  # the sink's logit does not come from the bias
@@ -413,6 +420,8 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         saw_nothing, factor = factors_of_out(l_row, l_out, factor, rules)
         if has_dropout(rules.dropout):
             factor = factor * rules.dropout.scale
+        if has_factors(rules.factors):
+            factor = factor * of_output(rules.factors, work)
         inverse = 1.0
         if is_scaled(rules):
             inverse = inverse_of_values(role.inverses_ptr, work, schedule.num_heads, schedule.group_size, rules.PARTS)

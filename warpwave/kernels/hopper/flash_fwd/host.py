@@ -1,5 +1,5 @@
-"""The host code of hopper/flash_fwd: tensor maps, arguments, and the launches before it, which pack a mask or split
-float32."""
+"""The host code of hopper/flash_fwd: tensor maps, arguments, and the launches before it, which pack a mask, split
+float32 or widen values of 8 bits."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     row_pieces,
     smem_bytes,
     values_first,
+    widens,
 )
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
-from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead
+from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead, widen_values
 from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
 from warpwave.runtime import launch, scratch, tensor_maps
 
@@ -49,6 +50,7 @@ __all__ = [
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
 QUANTIZED = True
+WIDENS_VALUES = True  # a v of 8 bits is multiplied in float16
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
 BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
 
@@ -99,10 +101,10 @@ class Binder:
         mappable = _mappable(problem, operands)
         first = mappable(operands)
         out, lse = allocate(out)
-        plans = _plans(problem, config, first, out)
-        *before, spec = _specify_16_bits(problem, self._gpu, first, out, lse, config, plans)
-        pack = launch.bind(before[0]) if before else None
-        family = tensor_maps.family(spec, plans, (first.q, first.k, first.v, out))
+        *before, spec, sources, plans = _specify_16_bits(problem, self._gpu, first, out, lse, config)
+        *before, widen = map(launch.bind, before) if widens(problem) else (*map(launch.bind, before), None)
+        pack = before[0] if before else None
+        family = tensor_maps.family(spec, plans, sources)
         launch_kernel = family.first()
         is_bare = pack is None and operands.bias is None and operands.dropout_seed is None
         if is_bare and not problem.is_quantized:
@@ -111,6 +113,7 @@ class Binder:
                 self._known[config] = _OfClass(family, boxes, _after_schedule(problem, operands))
             return arguments.behind(mappable, _running(allocate, launch_kernel))
         make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
+        workspace = scratch.memory([(sources[2].shape, torch.float16)] if widen else [], out.device)
 
         def run_beside(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
             q, k, v, mask, bias = operands[:5]
@@ -119,6 +122,10 @@ class Binder:
             if pack is not None:
                 words = make_words()
                 pack(mask, words)
+            if widen is not None:
+                wide = workspace()[0]
+                widen(v, wide)
+                v = wide
             others = (words, bias, None, operands.dropout_seed, *_factors(operands))
             launch_kernel(q, k, v, out, out, lse, *operands[5:9], *others)
             return out, lse
@@ -163,7 +170,7 @@ def _launcher(
 
 def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
-    mappable = host.mappable(problem, operands)
+    mappable = host.mappable(problem, operands, ("q", "k") if widens(problem) else ("q", "k", "v"))
     if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
         return mappable
     return lambda operands: mappable(operands)._replace(bias=_bias_for_maps(operands.bias))
@@ -268,8 +275,7 @@ def specify(
         ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
         return (*ahead, attend)
     operands = operands._replace(bias=_bias_for_maps(operands.bias))
-    plans = _plans(problem, config, operands, out)
-    *before, attend = _specify_16_bits(problem, gpu, operands, out, lse, config, plans)
+    *before, attend, _, _ = _specify_16_bits(problem, gpu, operands, out, lse, config)
     return (*before, attend) if before else attend
 
 
@@ -280,18 +286,21 @@ def _specify_16_bits(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
-    plans: list[tensor_maps.MapPlan | None],
-) -> tuple[launch.Launch, ...]:
-    """Returns the launch, after the launch that packs a boolean mask if there is one."""
+) -> tuple[Any, ...]:
+    """Returns the launch, after those that pack a boolean mask and widen v, if any; then the tensors that maps describe
+    and their maps."""
     _refuse_one_stage(problem, config)
     _refuse_heads(problem, config)
-    sources = (*operands[:3], out)
-    before, words = [], None
+    before, words, mapped = [], None, operands
     if operands.mask is not None:
         words = torch.empty(mask_bits.packed(problem).size, dtype=torch.int32, device=out.device)
         before = [mask_bits.specify(problem, operands.mask, words)]
+    if isinstance(operands, QuantizedOperands) and widens(problem):
+        mapped = operands._replace(v=torch.empty(operands.v.shape, dtype=torch.float16, device=out.device))
+        before.append(widen_values.specify(problem, gpu, operands, mapped.v))
+    sources, plans = (*mapped[:3], out), _plans(problem, config, mapped, out)
     attend = _specify(problem, gpu, operands, sources, plans, lse, config, 1, words=words)
-    return (*before, attend)
+    return (*before, attend, sources, plans)
 
 
 def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
@@ -371,7 +380,8 @@ def _specify(
             "num_warps": 4,
             "enable_fp_fusion": True,
             **_register_cap(config),
-            **({} if inverses is None else {"launch_pdl": True}),  # begins while the preceding launch runs
+            # It begins while the preceding launch runs.
+            **({} if inverses is None and not widens(problem) else {"launch_pdl": True}),
         },
     )
 
@@ -390,25 +400,27 @@ def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[An
     if problem.dtype != "float32" and scale == 0.0:
         scale = 2.0**-100  # hidden scores are multiplied too, and 0 * -inf is NaN; all others still round to 0
     of_bias = arguments.broadcast_strides(operands.bias)[:3]
-    of_factors: list[int | None] = [None] * 7
+    of_factors: list[int | None] = [None] * 10
     if problem.is_quantized:
-        q_descale, k_descale = _factors(operands)
-        of_factors = [*descales.strides_of_q(problem, q_descale), *descales.strides_of_keys(k_descale)]
+        q_descale, *of_keys = _factors(operands)
+        of_factors = [*descales.strides_of_q(problem, q_descale)]
+        for descale in of_keys:
+            of_factors += [None] * 3 if descale is None else descales.strides_of_keys(descale)
     of_dropout = dropout.scalars(problem.dropout_p)
     return [scale, softcap, *mask_bits.strides(problem), *of_bias, *of_dropout, *of_factors]
 
 
-def _factors(operands: AnyOperands) -> tuple[Any, Any]:
-    """Returns the factors of q and k, None if they are not quantized."""
+def _factors(operands: AnyOperands) -> tuple[Any, Any, Any]:
+    """Returns the factors of q, k and v, None for a tensor that is not quantized."""
     if isinstance(operands, QuantizedOperands):
-        return operands.q_descale, operands.k_descale
-    return None, None
+        return operands.q_descale, operands.k_descale, operands.v_descale
+    return None, None, None
 
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
     """Returns the compile-time arguments of the kernel, by name."""
     consumer, producer = registers(config)
-    block_q, block_k, _ = problem.descale_blocks or (0, 0, 0)
+    block_q, block_k, block_v = problem.descale_blocks or (0, 0, 0)
     return {
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
@@ -425,6 +437,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "HAS_MASK": problem.mask_shape is not None,
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
+        "V_BLOCK": block_v,
     }
 
 

@@ -1,5 +1,5 @@
 """FlashAttention forward for NVIDIA Hopper: warp-specialized, in Gluon; bf16 and fp16, head_dim up to 384; float32 by
-parts of 16 bits, up to 256; int8 q and k beside a 16-bit v, up to 256.
+parts of 16 bits, up to 256; float8 or int8 q and k, up to 256.
 
 A block is one producer warp and one to three consumer warpgroups of 64 rows each. The producer loads Q, K and V
 tiles into shared memory by TMA. Consumers multiply them by wgmma directly from shared memory and keep probabilities in
@@ -8,11 +8,14 @@ registers. They turn the scores of one tile into probabilities while the tensor 
 (../scheduler.py). Preceding launches split float32 into one or two parts of scaled float16, or three of bfloat16
 (prepass/scale_ahead.py, prepass/split_ahead.py); every product becomes one, three or six (../split_float32.py). A
 preceding launch packs a boolean mask into bits (prepass/mask_bits.py); a bias is loaded with K (mask_bias.py).
+Quantized q and k are multiplied in 8 bits, and a quantized v in float16, in which a preceding launch writes it
+(prepass/widen_values.py).
 
     S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
-Products of int8 q and k are summed exactly in int32 and converted to float32; their factors are part of softmax_scale
-(../factors.py).
+Products of int8 q and k are summed exactly in int32. The sums start at a number whose bits are those of a float32, so
+that they are read as float32 without a conversion (parts.ZERO_OF_INT8). Factors of q and k are part of softmax_scale,
+those of v multiply sums over keys (../factors.py).
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1 and
 3.2. The online softmax rescales only when a row's maximum has risen by more than `softmax.LAG`.
@@ -61,8 +64,10 @@ def hopper_flash_fwd_kernel(
     dropout: Dropout,
     q_descale_strides: QDescaleStrides,
     k_descale_strides: KeyDescaleStrides,
+    v_descale_strides: KeyDescaleStrides,
     q_descale_ptr,
     k_descale_ptr,
+    v_descale_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
     NAMED_BARRIERS: gl.constexpr,
@@ -70,13 +75,14 @@ def hopper_flash_fwd_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
+    V_BLOCK: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS rows until the counter is exhausted. A row is a query of one of HEADS heads.
 
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
     None. If several heads share a tile, maps of Q and out have the axes of host.together. In float32, PARTS consecutive
-    heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no maps. Q_BLOCK and K_BLOCK tokens of
-    int8 share a factor, or all tokens of a head if 0.
+    heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no maps. Q_BLOCK, K_BLOCK and V_BLOCK
+    quantized tokens share a factor, or all tokens of a head if 0.
     """
     GROUPS: gl.constexpr = call_options.GROUPS
     PARTS: gl.constexpr = call_options.PARTS
@@ -89,8 +95,11 @@ def hopper_flash_fwd_kernel(
     factors = ()
     if q_descale_ptr is not None:
         of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
-        factors = Factors(q_descale_ptr, q_descale_strides, of_k, schedule.group_size, Q_BLOCK)
-    rules = Rules(call_options, K_BLOCK > 0, of_call(dropout), factors)
+        of_v = ()
+        if v_descale_ptr is not None:
+            of_v = OfKeys(v_descale_ptr, v_descale_strides, V_BLOCK)
+        factors = Factors(q_descale_ptr, q_descale_strides, of_k, of_v, schedule.group_size, Q_BLOCK)
+    rules = Rules(call_options, K_BLOCK > 0 or V_BLOCK > 0, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
         num_heads_kv = schedule.num_heads // schedule.group_size

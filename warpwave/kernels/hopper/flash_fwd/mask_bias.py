@@ -31,7 +31,7 @@ from warpwave.kernels.hopper.parts import (
     zero_accumulator,
 )
 from warpwave.kernels.hopper.rows import row_vectors
-from warpwave.kernels.hopper.softmax import in_bits
+from warpwave.kernels.hopper.softmax import in_bits, less_zero, with_values
 from warpwave.kernels.hopper.visible import Keys
 from warpwave.kernels.hopper.words import TILE_KEYS, beside_an_accumulator, hide_words
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, tma_load
@@ -239,6 +239,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)
     else:
         beside = place.beside
+        scores = less_zero(scores)
         layout: gl.constexpr = scores.type.layout
         scale = rules.scale
         words, bias = ahead
@@ -292,7 +293,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
             if rules.BLOCK_N < TILE_KEYS:
                 words = words >> (key_first % TILE_KEYS // 4)
             scores = hide_words(scores, words, rules.BLOCK_N)
-        return scores, scale
+        return scores, with_values(scale, rules)
 
 
 @jit

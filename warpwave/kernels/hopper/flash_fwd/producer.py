@@ -5,6 +5,7 @@ skips tiles that a boolean mask hides entirely from a block.
 """
 
 from warpwave.kernels.hopper import scheduler
+from warpwave.kernels.hopper.factors import has_values
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     bytes_beside,
@@ -75,7 +76,7 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
     box = role.box
     rules = role.rules
     beside = role.beside
-    if is_scaled(rules):
+    if is_scaled(rules) or has_values(rules.factors):
         wait_for_launch_before(32)
     n = 0  # tiles of K and V loaded so far
     messages = 0

@@ -1,5 +1,5 @@
-"""The Hopper forward with int8 q and k compiles to what makes it fast: int8 products of scores that start together with
-the 16-bit products of values, conversions that take one instruction, and loops over keys without spills."""
+"""The Hopper forward with quantized operands compiles to what makes it fast: 8-bit products of scores that start
+together with the 16-bit products of values, no conversions of scores, and loops over keys without spills."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from warpwave.kernels.hopper.host import pieces
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
 FEATURES = ("plain", "causal", "window", "alibi", "packed", "mask", "bias")
-SAMPLE = [(128, "causal", 128), (128, "window", 64), (256, "plain", 0)]
-FULL = [(d, feature, block) for d in (32, 64, 80, 96, 128, 192, 256) for feature in FEATURES for block in (0, 64, 128)]
+KINDS = (("int8", "bfloat16"), ("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16"))
+SAMPLE = [
+    *((KINDS[0], *point) for point in ((128, "causal", 128), (128, "window", 64), (256, "plain", 0))),
+    (KINDS[2], 128, "causal", 128),
+    (KINDS[2], 64, "plain", 0),
+]
+WIDTHS = (32, 64, 80, 96, 128, 192, 256)
+FULL = [(kind, d, feature, block) for kind in KINDS for d in WIDTHS for feature in FEATURES for block in (0, 64, 128)]
 # Configs that a benchmark compares, and defaults.
 CONFIGS = [
     *((128, feature, (192, 64, 4)) for feature in ("plain", "causal", "window", "alibi")),
@@ -31,23 +37,26 @@ CONFIGS = [
 SPILL_BOUND = 128
 
 
-def int8_job(head_dim: int, feature: str, block: int) -> dict[str, Any]:
-    made = job("sm_90", "int8", head_dim, feature) | {"kernel": "hopper/flash_fwd", "listing": True}
-    blocks = (0, 0, 0) if feature == "packed" else (block, block, 0)
-    made["problem"] |= {"dtype_v": "bfloat16", "dtype_out": "bfloat16", "descale_blocks": blocks}
+def quantized_job(kind: tuple[str, str], head_dim: int, feature: str, block: int) -> dict[str, Any]:
+    dtype, dtype_v = kind
+    made = job("sm_90", dtype, head_dim, feature) | {"kernel": "hopper/flash_fwd", "listing": True}
+    has_blocks_of_v = dtype_v != "bfloat16" and feature != "bias"
+    blocks = (0, 0, 0) if feature == "packed" else (block, block, block if has_blocks_of_v else 0)
+    made["problem"] |= {"dtype_v": dtype_v, "dtype_out": "bfloat16", "descale_blocks": blocks}
     if feature == "bias":
         made["problem"] |= {"bias_dtype": "bfloat16"}
     return made
 
 
-def check(head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> None:
-    what, instructions = f"head_dim {head_dim} {feature} {block} {facts['config']}", facts["instructions"]
+def check(kind: tuple[str, str], head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> None:
+    what, instructions = f"{kind} head_dim {head_dim} {feature} {block} {facts['config']}", facts["instructions"]
     config = facts["config"]
     assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"] // config["blocks_per_sm"], what
     assert facts["spill_bytes"] <= SPILL_BOUND, f"{what}: {facts['spill_bytes']} spilled"
-    assert instructions["IGMMA"] > 0 and instructions["HGMMA"] > 0, f"{what}: no wgmma of 8 and 16 bits"
-    # Two tiles of each consumer, at least, by the instruction that is four times as fast as I2F.
-    assert instructions["I2FP"] >= config["block_m"] // 64 * config["block_n"], f"{what}: scores are not converted"
+    of_8_bits = instructions.get("IGMMA" if kind[0] == "int8" else "QGMMA", 0)
+    assert of_8_bits > 0 and instructions["HGMMA"] > 0, f"{what}: no wgmma of 8 and 16 bits"
+    if feature != "alibi":  # whose distances are converted
+        assert instructions.get("I2FP", 0) < config["block_n"] // 2, f"{what}: scores are converted"
     assert instructions.get("UTMALDG", 0) > 0 and instructions.get("UTMASTG", 0) > 0, f"{what}: not by TMA"
     assert instructions.get("USETMAXREG", 0) > 0, f"{what}: registers are not handed to the consumers"
     assert not any(facts["mixed_descriptors"]), what
@@ -69,23 +78,23 @@ def check(head_dim: int, feature: str, block: int, facts: dict[str, Any]) -> Non
         assert loop.count("S") <= (feature in ("mask", "bias")), f"{what}: the loop spills: {loop}"
 
 
-@pytest.mark.parametrize(("head_dim", "feature", "block"), SAMPLE)
-def test_sample(head_dim: int, feature: str, block: int) -> None:
-    (facts,) = compile_all([int8_job(head_dim, feature, block)])
-    check(head_dim, feature, block, facts)
+@pytest.mark.parametrize(("kind", "head_dim", "feature", "block"), SAMPLE)
+def test_sample(kind: tuple[str, str], head_dim: int, feature: str, block: int) -> None:
+    (facts,) = compile_all([quantized_job(kind, head_dim, feature, block)])
+    check(kind, head_dim, feature, block, facts)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "feature", "config"), [CONFIGS[0], *(pytest.param(*p, marks=pytest.mark.full) for p in CONFIGS[1:])]
 )
 def test_configs(head_dim: int, feature: str, config: tuple[int, int, int]) -> None:
-    (facts,) = compile_all([int8_job(head_dim, feature, 0) | {"config": asdict(Config(*config))}])
-    check(head_dim, feature, 0, facts)
+    (facts,) = compile_all([quantized_job(KINDS[0], head_dim, feature, 0) | {"config": asdict(Config(*config))}])
+    check(KINDS[0], head_dim, feature, 0, facts)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("feature", FEATURES)
 def test_matrix(feature: str) -> None:
-    points = [point for point in FULL if point[1] == feature and (feature != "packed" or point[2] == 0)]
-    for point, facts in zip(points, compile_all([int8_job(*point) for point in points]), strict=True):
+    points = [point for point in FULL if point[2] == feature and (feature != "packed" or point[3] == 0)]
+    for point, facts in zip(points, compile_all([quantized_job(*point) for point in points]), strict=True):
         check(*point, facts)

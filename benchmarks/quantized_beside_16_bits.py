@@ -1,14 +1,14 @@
-"""Times `hopper/flash_fwd_fp8` beside `hopper/flash_fwd` and cuDNN on the same numbers, and checks its results.
+"""Times quantized calls of `hopper/flash_fwd` beside the same calls in bfloat16 and cuDNN, and checks their results.
 
-    PYTHONPATH=. python -m benchmarks.float8_beside_16_bits RECORD [--rounds 7] [--seconds 120] [--blocks 0]
-        [--head-dims 64 128 256] [--vary FIELD ...]
+    PYTHONPATH=. python -m benchmarks.quantized_beside_16_bits RECORD [--rounds 5] [--seconds 120]
+        [--blocks 0 128] [--head-dims 64 128 256] [--ways "float8" "int8, v bfloat16"] [--vary FIELD ...]
 
-Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. All kernels are compiled first, in
-as many processes as there are CPU cores. All contenders then take turns in every round. q, k and v of the 8-bit call
-are the 16-bit ones times their factors; out may differ by 8 % of its root mean square, the rounding of q, k, v and the
-probabilities to 4 bits. With --vary, each config of the 8-bit kernel that differs from the default in these fields
-alone is timed too. With --blocks 64 or 128, blocks of so many tokens have factors of their own. At the end a table
-states the TFLOP/s of 16 bits and the ratios to them, and marks results that are wrong.
+Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. All calls are compiled first, in
+as many processes as there are CPU cores. All contenders then take turns in every round. q, k and v of a quantized call
+are the 16-bit ones divided by their factors and rounded; `MOST_ERROR` allows for that. With --vary, each config that
+differs from the default in these fields alone is timed too. With --blocks 64 or 128, blocks of so many tokens have
+factors of their own. At the end a table states the TFLOP/s of 16 bits and the ratios to them, and marks results that
+are wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from warpwave import attention, quantize
 from warpwave.checks import describe_call
 from warpwave.gpu import current_gpu
-from warpwave.kernels.hopper import flash_fwd_fp8
+from warpwave.kernels.hopper import flash_fwd
 from warpwave.options import Options
 from warpwave.problem import QuantizedOperands
 from warpwave.workbench.bench import environment
@@ -40,19 +40,33 @@ from warpwave.workbench.output_files import write_whole
 HEAD_DIMS = (64, 128, 256)
 SIZES = ((1, 16384), (4, 4096), (16, 1024))  # batch, tokens
 WIDTH = 2048  # heads times head_dim
-MOST_ERROR = 0.08
-VARIABLE = [field.name for field in fields(flash_fwd_fp8.Config)]
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+# Name -> the dtypes of q and k, and of v.
+WAYS: dict[str, tuple[torch.dtype, torch.dtype]] = {
+    "float8": (FP8, FP8),
+    "float8, v bfloat16": (FP8, torch.bfloat16),
+    "int8, v bfloat16": (INT8, torch.bfloat16),
+    "int8": (INT8, INT8),
+}
+MOST_ERROR = {FP8: 0.08, INT8: 0.04}  # of out, relative to its root mean square
+VARIABLE = [field.name for field in fields(flash_fwd.Config)]
 SIXTEEN_BITS, CUDNN = "bfloat16", "cuDNN"
 
 
 class Point(NamedTuple):
-    """A size, and what is timed there: `varied` are the fields in which a config may differ from the default."""
+    """A size, and what is timed there.
+
+    Attributes:
+        ways: names of `WAYS`.
+        varied: the fields in which a config may differ from the default.
+    """
 
     head_dim: int
     batch: int
     seqlen: int
     causal: bool
     block: int
+    ways: tuple[str, ...]
     varied: tuple[str, ...]
 
     @property
@@ -65,23 +79,26 @@ def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (at.batch, at.seqlen, WIDTH // at.head_dim, at.head_dim)
     wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
-    narrow = quantize(*wide, granularity=at.block or "head").arguments()
-    problem = describe_call(QuantizedOperands(**narrow), Options(causal="bottom_right" if at.causal else ""))
-    configs = flash_fwd_fp8.configs(problem, current_gpu(torch.device("cuda")))
     found: dict[str, Any] = {
-        SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel="hopper/flash_fwd"),
+        SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel=flash_fwd.NAME),
         CUDNN: partial(by_cudnn, *wide, causal=at.causal),
     }
-    for config in configs:
-        if config == replace(configs[0], **{name: getattr(config, name) for name in at.varied}):
-            of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd_fp8.NAME, "config": config}
-            found[name_of(config)] = partial(attention, **narrow, **of_config)
+    for way in at.ways:
+        dtype, dtype_v = WAYS[way]
+        narrow = quantize(*wide, dtype=dtype, dtype_v=dtype_v, granularity=at.block or "head").arguments()
+        problem = describe_call(QuantizedOperands(**narrow), Options(causal="bottom_right" if at.causal else ""))
+        configs = flash_fwd.configs(problem, current_gpu(torch.device("cuda")))
+        for config in configs:
+            if config == replace(configs[0], **{name: getattr(config, name) for name in at.varied}):
+                of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd.NAME, "config": config}
+                found[name_of(way, config)] = partial(attention, **narrow, **of_config)
     return found
 
 
-def name_of(config: flash_fwd_fp8.Config) -> str:
-    """Returns the name of a contender; no two configs share one."""
-    return f"float8 {config.block_m}x{config.block_n}, {config.num_stages} stages"
+def name_of(way: str, config: flash_fwd.Config) -> str:
+    """Returns the name of a contender; no two configs of a way share one."""
+    shared = f", {config.blocks_per_sm} blocks an SM" if config.blocks_per_sm > 1 else ""
+    return f"{way}: {config.block_m}x{config.block_n}, {config.num_stages} stages{shared}"
 
 
 def by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -109,7 +126,7 @@ def compile_all(points: Sequence[Point]) -> None:
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         names = pool.map(names_of, points, chunksize=1)
         tasks = {
-            (at.head_dim, at.causal, name, at.batch if name == SIXTEEN_BITS else 0): (at, name)
+            (at.head_dim, at.causal, at.block, name, at.batch if name == SIXTEEN_BITS else 0): (at, name)
             for at, found in zip(points, names, strict=True)
             for name in found
         }
@@ -122,7 +139,8 @@ def measure(at: Point, rounds: int) -> dict[str, Any]:
     expected = runs[SIXTEEN_BITS]().float()
     power = expected.pow(2).mean().sqrt()
     timed = time_interleaved(runs, device="cuda", rounds=rounds, flush_l2=False, warmup_s=0.05)
-    found: dict[str, Any] = at._asdict() | {"default": next(name for name in runs if name.startswith("float8"))}
+    defaults = {way: next(name for name in runs if name.startswith(f"{way}: ")) for way in at.ways}
+    found: dict[str, Any] = at._asdict() | {"defaults": defaults}
     for name, samples in timed.items():
         error = ((runs[name]().float() - expected).pow(2).mean().sqrt() / power).item()
         found[name] = {
@@ -130,7 +148,7 @@ def measure(at: Point, rounds: int) -> dict[str, Any]:
             "tflops": round(at.flops / samples.median_us / 1e6, 1),
             "speedup": round(timed[SIXTEEN_BITS].median_us / samples.median_us, 3),
             "error": round(error, 4),
-            "is_right": error <= MOST_ERROR,
+            "is_right": error <= MOST_ERROR[INT8 if name.startswith("int8") else FP8],
         }
     return found
 
@@ -139,7 +157,7 @@ def table(points: list[dict[str, Any]]) -> str:
     """Returns a line for each point: TFLOP/s of 16 bits, then each contender's ratio to them."""
     lines = []
     for point in points:
-        timed = {name: x for name, x in point.items() if isinstance(x, dict)}
+        timed = {name: x for name, x in point.items() if isinstance(x, dict) and name != "defaults"}
         at = f"{point['batch']} x {point['seqlen']}, head_dim {point['head_dim']}{', causal' * point['causal']}"
         ratios = [f"{name} {x['speedup']:.2f}{'' if x['is_right'] else ' WRONG'}" for name, x in timed.items()]
         lines.append(f"{at}: {timed[SIXTEEN_BITS]['tflops']:.0f} TFLOP/s; {'; '.join(ratios)}")
@@ -150,18 +168,20 @@ def main() -> None:
     """Times all sizes, the longest sequences first, and writes the record after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--blocks", type=int, choices=(0, 64, 128), default=0)
+    parser.add_argument("--blocks", type=int, nargs="+", choices=(0, 64, 128), default=(0, 128))
     parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=HEAD_DIMS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS))
     parser.add_argument("--vary", nargs="+", choices=VARIABLE, default=[], metavar="FIELD")
     args = parser.parse_args()
     begin = time.monotonic()
     points = [
-        Point(head_dim, *size, causal, args.blocks, tuple(args.vary))
+        Point(head_dim, *size, causal, block, tuple(args.ways), tuple(args.vary))
         for size in SIZES
         for head_dim in args.head_dims
         for causal in (False, True)
+        for block in args.blocks
     ]
     compile_all(points)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
@@ -170,10 +190,7 @@ def main() -> None:
         if time.monotonic() - begin > args.seconds:
             break
         found.append(measure(point, args.rounds))
-        print(
-            {name: x if not isinstance(x, dict) else x | {"us": min(x["us"])} for name, x in found[-1].items()},
-            flush=True,
-        )
+        print(table(found[-1:]), flush=True)
         write_whole(args.record, json.dumps({"environment": environment.describe("cuda"), "points": found}))
     print(table(found))
 
