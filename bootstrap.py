@@ -13,6 +13,7 @@ them. The addresses in this file are PyTorch's, for builds that exist nowhere el
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -30,6 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 10)
+MADE_BY = "warpwave-made-by.txt"  # in the environment: the interpreter that made it
 EXTRAS = ("workbench", "demo", "integrations", "test", "lint", "docs")
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -288,6 +290,19 @@ def probe(python: Path, *modules: str) -> dict:
         raise SetupError(f"{python} failed to report what it imports: {lines[-1]}") from None
 
 
+def outer_python(venv: Path) -> Path | None:
+    """Returns the interpreter that made the environment, if this program runs in the environment itself.
+
+    Nothing can be reused from an environment that may be replaced.
+    """
+    if not venv.is_dir() or not venv.samefile(sys.prefix):
+        return None
+    with contextlib.suppress(OSError):
+        if (made_by := Path((venv / MADE_BY).read_text().strip())).is_file():
+            return made_by
+    raise SetupError(f"this Python belongs to {venv} itself, which is to be set up. Deactivate it and run this again.")
+
+
 def make_venv(venv: Path, host_site: str | None) -> str:
     """Makes the environment, or keeps a sound one; `host_site` is the folder of the torch to reuse."""
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
@@ -310,6 +325,7 @@ def make_venv(venv: Path, host_site: str | None) -> str:
             ).create(venv)
         except (OSError, subprocess.CalledProcessError) as error:
             raise SetupError(f"making {venv} failed: {error}") from None
+    (venv / MADE_BY).write_text(f"{sys.executable}\n")
     if host_site is not None and sys.prefix != sys.base_prefix:
         # The running Python is itself an environment, so system site packages would be those of its base.
         (site_packages(venv) / "_warpwave_host.pth").write_text(host_site + "\n")
@@ -558,7 +574,10 @@ def main() -> int:
         )
         return 1
     try:
-        return set_up(parse(sys.argv[1:], dict(os.environ)))
+        options = parse(sys.argv[1:], dict(os.environ))
+        if (outer := outer_python(options.venv)) is not None:
+            return subprocess.run([str(outer), __file__, *sys.argv[1:]], check=False).returncode
+        return set_up(options)
     except SetupError as error:
         print(f"bootstrap.py: {error}", file=sys.stderr)
         return 1

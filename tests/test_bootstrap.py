@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -264,6 +265,31 @@ def test_a_half_made_environment_is_made_anew(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
     assert "replaced" in bootstrap.make_venv(tmp_path, None)
     assert made == [tmp_path]
+
+
+@posix
+def test_the_environment_itself_leaves_the_work_to_the_python_that_made_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    venv, outer = tmp_path / "venv", tmp_path / "python"
+    bootstrap.make_venv(venv, None)
+    assert (venv / bootstrap.MADE_BY).read_text().strip() == sys.executable
+    outer.write_text('#!/bin/sh\necho "$@"\nexit 7\n')
+    outer.chmod(outer.stat().st_mode | stat.S_IXUSR)
+    (venv / bootstrap.MADE_BY).write_text(f"{outer}\n")
+    command = [str(bootstrap.venv_python(venv)), bootstrap.__file__, "--venv", str(venv), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == command[1:]
+    assert done.returncode == 7
+
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    assert bootstrap.outer_python(venv) == outer
+    outer.unlink()  # that Python was removed since
+    with pytest.raises(SetupError, match="Deactivate"):
+        bootstrap.outer_python(venv)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert bootstrap.outer_python(venv) is None
+    assert bootstrap.outer_python(tmp_path / "none") is None
 
 
 @posix

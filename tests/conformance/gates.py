@@ -5,8 +5,8 @@
     B1  maximum     max e(a) <= c * max e(M) + 1e-6 * max |R|; dq and dk in float32 add the cancellation of dP - delta
     B2  RMS         rms e(a) <= c * rms e(M) + 1e-7 * max |R|
     B3  row         rms e(a) of each row <= c * max(rms e(M) of that row, median over rows) + 1e-6 * max |R|; backward,
-                    rms e(N) of that row / 2 is a third unit, and the floor is 4e-6; c is doubled for rows of fewer than
-                    8 columns
+                    rms e(N) of that row / 2 is a third unit, and the floor is 4e-6; for rows of fewer than 8 columns,
+                    c is doubled, and shares of the row are at least shares of the RMS of R
     C   LSE         |lse - lse_R| <= 1e-5 + 2e-6 * max visible |logit|, and -inf exactly where R has it; precision
                     "tf32" adds c (of B1) * max |lse_M - lse_R|; float8: 2e-3 + 2^-17 * head_dim * max visible
                     |logit| before softcap, bias and ALiBi
@@ -297,8 +297,11 @@ def _judge(
         unit, row_floor = torch.maximum(model_rows, shown.median() if len(shown) else model_rows), ROW_FLOOR
         if direction == "backward":
             unit, row_floor = torch.maximum(unit, NAIVE_ROW_SHARE * naive_rows), ROW_FLOOR_BACKWARD
-        floors = row_floor * largest + logit_share * exact_rows + UNDERFLOW
-        row_limit = c.row * (ROW_OF_FEW if got.shape[-1] < FEW_COLUMNS else 1)
+        few_columns = got.shape[-1] < FEW_COLUMNS
+        # A score's error moves a row by a share of v. A row of few columns may be near 0 although v is not.
+        scale = exact_rows.clamp(min=_rms(exact)) if few_columns else exact_rows
+        floors = row_floor * largest + logit_share * scale + UNDERFLOW
+        row_limit = c.row * (ROW_OF_FEW if few_columns else 1)
         worst = (rows - row_limit * unit - floors).nan_to_num(nan=math.inf).argmax()
         gates.append(_gate(f"B3 row of {name}", rows[worst], unit[worst], row_limit, floors[worst].item()))
     return gates
