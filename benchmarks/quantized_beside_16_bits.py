@@ -1,19 +1,23 @@
-"""Times quantized calls of `hopper/flash_fwd` beside the same calls in bfloat16 and cuDNN, and checks their results.
+"""Times quantized calls of `hopper/flash_fwd` beside the same calls in bfloat16, cuDNN and, if it is installed,
+SageAttention 1, and checks their results.
 
     PYTHONPATH=. python -m benchmarks.quantized_beside_16_bits RECORD [--rounds 5] [--seconds 120]
-        [--blocks 0 128] [--head-dims 64 128 256] [--ways "float8" "int8, v bfloat16"] [--vary FIELD ...]
+        [--blocks 0 128] [--head-dims 64 128 256] [--ways "float8" "int8, v bfloat16"] [--vary FIELD ...] [--quantize]
 
 Heads times head_dim is 2,048, at 16 x 1024, 4 x 4096 and 1 x 16384 queries and keys. All calls are compiled first, in
 as many processes as there are CPU cores. All contenders then take turns in every round. q, k and v of a quantized call
 are the 16-bit ones divided by their factors and rounded; `MOST_ERROR` allows for that. With --vary, each config that
-differs from the default in these fields alone is timed too. With --blocks 64 or 128, blocks of so many tokens have
-factors of their own. At the end a table states the TFLOP/s of 16 bits and the ratios to them, and marks results that
+differs from the default in these fields alone is timed too. With --quantize, `quantize` and the call together are timed
+too; SageAttention always quantizes. With --blocks 64 or 128, blocks of so many tokens have factors of their own. At the
+end a table states the TFLOP/s of 16 bits and the ratios to them, and marks results that
 are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -50,7 +54,8 @@ WAYS: dict[str, tuple[torch.dtype, torch.dtype]] = {
 }
 MOST_ERROR = {FP8: 0.08, INT8: 0.04}  # of out, relative to its root mean square
 VARIABLE = [field.name for field in fields(flash_fwd.Config)]
-SIXTEEN_BITS, CUDNN = "bfloat16", "cuDNN"
+SIXTEEN_BITS, CUDNN, SAGE = "bfloat16", "cuDNN", "SageAttention"
+SAGE_HEAD_DIMS = (64, 128)
 
 
 class Point(NamedTuple):
@@ -59,6 +64,7 @@ class Point(NamedTuple):
     Attributes:
         ways: names of `WAYS`.
         varied: the fields in which a config may differ from the default.
+        with_quantize: whether `quantize` and the call together are timed too.
     """
 
     head_dim: int
@@ -68,6 +74,7 @@ class Point(NamedTuple):
     block: int
     ways: tuple[str, ...]
     varied: tuple[str, ...]
+    with_quantize: bool = False
 
     @property
     def flops(self) -> float:
@@ -83,16 +90,27 @@ def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
         SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel=flash_fwd.NAME),
         CUDNN: partial(by_cudnn, *wide, causal=at.causal),
     }
+    if at.head_dim in SAGE_HEAD_DIMS and importlib.util.find_spec("sageattention") is not None:
+        q, k, v = wide
+        found[SAGE] = partial(by_sage, q, k.clone(), v, causal=at.causal)  # it changes k
     for way in at.ways:
         dtype, dtype_v = WAYS[way]
-        narrow = quantize(*wide, dtype=dtype, dtype_v=dtype_v, granularity=at.block or "head").arguments()
+        asked: dict[str, Any] = {"dtype": dtype, "dtype_v": dtype_v, "granularity": at.block or "head"}
+        narrow = quantize(*wide, **asked).arguments()
         problem = describe_call(QuantizedOperands(**narrow), Options(causal="bottom_right" if at.causal else ""))
         configs = flash_fwd.configs(problem, current_gpu(torch.device("cuda")))
         for config in configs:
             if config == replace(configs[0], **{name: getattr(config, name) for name in at.varied}):
                 of_config: dict[str, Any] = {"causal": at.causal, "kernel": flash_fwd.NAME, "config": config}
                 found[name_of(way, config)] = partial(attention, **narrow, **of_config)
+        if at.with_quantize:
+            found[f"{way}: quantize and attention"] = partial(quantize_and_attend, wide, asked, at.causal)
     return found
+
+
+def quantize_and_attend(wide: Sequence[torch.Tensor], asked: dict[str, Any], causal: bool) -> torch.Tensor:
+    """Returns attention of 16-bit operands that are quantized in this call."""
+    return attention(**quantize(*wide, **asked).arguments(), causal=causal)
 
 
 def name_of(way: str, config: flash_fwd.Config) -> str:
@@ -106,6 +124,13 @@ def by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def by_sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Returns attention by SageAttention 1, which quantizes q and k to int8 by itself."""
+    sage = importlib.import_module("sageattention")
+    out: torch.Tensor = sage.sageattn(q, k, v, tensor_layout="NHD", is_causal=causal)
+    return out
 
 
 def names_of(at: Point) -> list[str]:
@@ -148,7 +173,7 @@ def measure(at: Point, rounds: int) -> dict[str, Any]:
             "tflops": round(at.flops / samples.median_us / 1e6, 1),
             "speedup": round(timed[SIXTEEN_BITS].median_us / samples.median_us, 3),
             "error": round(error, 4),
-            "is_right": error <= MOST_ERROR[INT8 if name.startswith("int8") else FP8],
+            "is_right": error <= MOST_ERROR[INT8 if name.startswith(("int8", SAGE)) else FP8],
         }
     return found
 
@@ -174,10 +199,11 @@ def main() -> None:
     parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=HEAD_DIMS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS))
     parser.add_argument("--vary", nargs="+", choices=VARIABLE, default=[], metavar="FIELD")
+    parser.add_argument("--quantize", action="store_true")
     args = parser.parse_args()
     begin = time.monotonic()
     points = [
-        Point(head_dim, *size, causal, block, tuple(args.ways), tuple(args.vary))
+        Point(head_dim, *size, causal, block, tuple(args.ways), tuple(args.vary), args.quantize)
         for size in SIZES
         for head_dim in args.head_dims
         for causal in (False, True)
