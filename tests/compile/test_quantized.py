@@ -100,7 +100,8 @@ def test_a_quantizing_launch_reads_and_writes_whole_rows(head_dim: int) -> None:
     x = torch.empty(2, 300, 4, head_dim, dtype=torch.bfloat16, device="meta")
     source = Source(x, torch.float8_e4m3fn, 128, None, False, 1.0, None, 0)
     factor = torch.empty(2, 4, 3, device="meta")
-    tensors = (x, x.to(source.dtype), factor, None, None, torch.zeros(1, dtype=torch.int64, device="meta"), None)
+    counts = torch.zeros(1, dtype=torch.int64, device="meta")
+    tensors = (x, x.to(source.dtype), factor, None, None, None, counts, None)
     launch = specify(source, "block", tensors, 128, 3)
     assert launch.grid == 3 * 4 * 2 and launch.constants["STRIDE_UNIT"] == 16
     assert smem_bytes(source) >= 2 * 128 * head_dim

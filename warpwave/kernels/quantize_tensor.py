@@ -73,6 +73,7 @@ def quantize_kernel(
     out_tensor: InUnits,
     factor: OfHeads,
     mean: OfHeads,
+    bits_ptr,
     rotation_ptr,
     saturated_ptr,
     cu_seqlens_ptr,
@@ -96,8 +97,9 @@ def quantize_kernel(
     """Rounds TOKENS tokens of one head, or finds their largest magnitude.
 
     Args:
-        factor: written if MODE is "block", read if it is "given". If it is "magnitude" it holds the bits of the
-            largest magnitude, and nothing else is written.
+        factor: written, unless MODE is "magnitude": that of the block if it is "block", that of `bits_ptr` if it is
+            "found".
+        bits_ptr: the bits of the largest magnitude of each factor's numbers. All that "magnitude" writes.
     """
     pid = tl.program_id(0)
     block = pid // num_heads % num_blocks  # the heads of a token are neighbors in memory
@@ -107,6 +109,11 @@ def quantize_kernel(
     x_tensor = in_elements(x_tensor, STRIDE_UNIT)
     out_tensor = in_elements(out_tensor, STRIDE_UNIT)
     x_ptr, out_ptr = x_tensor.ptr, out_tensor.ptr
+    of_head = batch * factor.stride_b + head * factor.stride_h
+    if MODE == "found":
+        # The bits of positive numbers are ordered like the numbers.
+        unit = factor_of(tl.load(bits_ptr + of_head).to(tl.float32, bitcast=True), LARGEST, SMALLEST)
+        tl.store(factor.ptr + of_head, unit, mask=block == 0)
     if IS_VARLEN:
         begin, seqlen = packed_sequence(cu_seqlens_ptr, batch, seqlen, total)
         if block * TOKENS >= seqlen:
@@ -132,10 +139,7 @@ def quantize_kernel(
         means = tl.load(means, mask=columns < HEAD_DIM, other=0.0)
         x = tl.where(inside, x - means[None, :], 0.0)
 
-    factor_ptr = factor.ptr + batch * factor.stride_b + head * factor.stride_h
-    if MODE == "given":
-        unit = tl.load(factor_ptr)
-    else:
+    if MODE != "found":
         magnitudes = tl.abs(x)
         magnitudes = tl.where(magnitudes < float("inf"), magnitudes, float("inf"))  # NaN included
         if HAS_CLIPPING:
@@ -144,11 +148,10 @@ def quantize_kernel(
         else:
             largest = tl.max(magnitudes)
         if MODE == "magnitude":
-            # The bits of positive numbers are ordered like the numbers.
-            tl.atomic_max(factor_ptr, largest.to(tl.int32, bitcast=True))
+            tl.atomic_max(bits_ptr + of_head, largest.to(tl.int32, bitcast=True))
             return
         unit = factor_of(largest, LARGEST, SMALLEST)
-        tl.store(factor_ptr + block, unit)
+        tl.store(factor.ptr + of_head + block, unit)
     y = x * tl.math.div_rn(1.0, unit)
     if HAS_CLIPPING:
         beyond = tl.sum((tl.abs(y) > LARGEST).to(tl.int32))
@@ -300,20 +303,15 @@ def by_triton(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, to
     tokens = int(source.granularity) if source.is_block else TOKENS
     blocks = -(-source.seqlen // tokens)
     signs = _tile_of_signs(rotation_block(x.shape[-1]), x.dtype, device) if source.rotate else None
-    launches: list[tuple[str, torch.Tensor | None]]
-    if source.is_block:
-        factor = torch.empty((source.batch, heads, blocks), dtype=torch.float32, device=device)
-        launches = [("block", factor)]
-    else:
-        shape = () if source.granularity == "tensor" else (source.batch, heads)
-        bits = torch.zeros(shape, dtype=torch.int32, device=device)
-        launches = [("magnitude", bits), ("given", None)]
-    for mode, destination in launches:
-        if mode == "given":
-            destination = factor = factors_of(bits.view(torch.float32), LARGEST[source.dtype])
-        if blocks * heads * source.batch:
-            tensors = (x, out, destination, source.mean, signs, saturated, source.cu_seqlens)
-            _launcher(source, mode, tensors, tokens, blocks)(*tensors)
+    shape = (source.batch, heads, blocks) if source.is_block else (source.batch, heads)
+    shape = () if source.granularity == "tensor" else shape
+    if not blocks * heads * source.batch:
+        return out, torch.ones(shape, dtype=torch.float32, device=device)
+    factor = torch.empty(shape, dtype=torch.float32, device=device)
+    bits = None if source.is_block else torch.zeros(shape, dtype=torch.int32, device=device)
+    tensors = (x, out, factor, source.mean, bits, signs, saturated, source.cu_seqlens)
+    for mode in ("block",) if source.is_block else ("magnitude", "found"):
+        _launcher(source, mode, tensors, tokens, blocks)(*tensors)
     return out, factor
 
 
@@ -334,7 +332,7 @@ def specify(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, bl
     """Returns a launch of `quantize_kernel`.
 
     Args:
-        mode: "block", "magnitude" or "given", as the kernel has it.
+        mode: "block", "magnitude" or "found", as the kernel has it.
         tensors: the kernel's, which may be without memory if it is only compiled.
         tokens, blocks: tokens of a program, and programs of a sequence and head.
     """

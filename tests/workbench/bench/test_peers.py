@@ -1,4 +1,5 @@
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -54,6 +55,37 @@ def test_peers_compute_our_problem(peer: str, change: dict[str, Any]) -> None:
     operands = make_operands(problem, "cpu")
     prepared = PEERS[peer](problem, operands)
     out = prepared.to_out(prepared.call())
+    torch.testing.assert_close(out.double(), oracle(problem, operands).out, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask_shape": (2, 1, 1, 33)},
+        {"mask_shape": (2, 1, 33, 33), "causal": Causal()},
+        {"bias_shape": (1, 4, 33, 33)},
+        {"bias_shape": (1, 4, 33, 33), "mask_shape": (1, 1, 33, 33), "causal": Causal()},
+        {"alibi_shape": (4,), "causal": Causal()},
+        {"alibi_shape": (4,), "softcap": 5.0, "seqlen_k": 50},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("peer", ["sdpa_default", "sdpa_math", "flex_attention"])
+def test_peers_take_masks_and_biases(peer: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(flex, "refuse_cpu", lambda operands: None)
+    monkeypatch.setattr(flex, "_compiled", lambda problem: flex_attention)  # compiling takes half a minute
+    problem = replace(PROBLEM, **change)
+    operands = make_operands(problem, "cpu")
+    if "alibi_shape" in change and peer != "flex_attention":
+        with pytest.raises(PeerUnavailable, match="ALiBi"):
+            PEERS[peer](problem, operands)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it is not compiled
+        prepared = PEERS[peer](problem, operands)
+        out = prepared.to_out(prepared.call())
     torch.testing.assert_close(out.double(), oracle(problem, operands).out, rtol=0, atol=2e-6)
 
 

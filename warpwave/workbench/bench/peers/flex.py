@@ -1,4 +1,5 @@
-"""FlexAttention, compiled per shape; masks are functions, and the block mask is built before timing."""
+"""FlexAttention, compiled per shape. Masks, biases, ALiBi and softcap are functions, and the block mask is built before
+timing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def flex_attention(problem: AttentionProblem, operands: Operands) -> Prepared:
     """Prepares `torch.nn.attention.flex_attention.flex_attention` under `torch.compile`, seconds per shape."""
-    refuse_features(problem, ("packed sequences", "a sliding window", "softcap"))
+    supported = ("packed sequences", "a sliding window", "softcap")
+    of_dense = ("a boolean mask", "an additive bias", "ALiBi")
+    refuse_features(problem, supported if problem.packed else (*supported, *of_dense))
     refuse_cpu(operands)
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -31,13 +34,14 @@ def flex_attention(problem: AttentionProblem, operands: Operands) -> Prepared:
     if visible is not None:
         pairs = q.shape[2] * k.shape[2]
         create = create_block_mask if pairs <= MASK_PAIRS else torch.compile(create_block_mask)
-        block_mask = create(visible, None, None, q.shape[2], k.shape[2], device=q.device)
+        batch, heads = _sizes(operands.mask)[:2] if operands.mask is not None else (1, 1)
+        block_mask = create(visible, _many(batch), _many(heads), q.shape[2], k.shape[2], device=q.device)
     call = partial(
         _compiled(problem),
         q,
         k,
         v,
-        score_mod=_softcap(problem.softcap) if problem.softcap else None,
+        score_mod=changed_scores(problem, operands),
         block_mask=block_mask,
         scale=problem.softmax_scale,
         enable_gqa=problem.num_heads_q != problem.num_heads_kv,
@@ -63,7 +67,36 @@ def visible_pairs(problem: AttentionProblem, operands: Operands) -> Visible | No
     """Returns the masks for FlexAttention, `(batch, head, query, key) -> visible`; None if every pair is visible."""
     if problem.packed:
         return _packed(problem, operands)
-    return _band(problem.band(problem.seqlen_q, problem.seqlen_k)) if problem.has_band else None
+    by_position = _band(problem.band(problem.seqlen_q, problem.seqlen_k)) if problem.has_band else None
+    if operands.mask is None:
+        return by_position
+    at = _reader(operands.mask)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        shown = at(b, h, q, k)
+        return shown if by_position is None else shown & by_position(b, h, q, k)
+
+    return visible
+
+
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    """Returns the sizes of a mask or a bias with axes of batch, head, query and key."""
+    return (1,) * (4 - x.dim()) + tuple(x.shape)
+
+
+def _many(size: int) -> int | None:
+    return size if size > 1 else None
+
+
+def _reader(x: Tensor) -> Visible:
+    """Returns a function that reads a mask or a bias, whose axes of size 1 are the same for all."""
+    sizes = _sizes(x)
+    whole = x.detach().view(sizes)
+
+    def at(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return whole[tuple(i if size > 1 else i - i for i, size in zip((b, h, q, k), sizes, strict=True))]
+
+    return at
 
 
 def _band(band: Band) -> Visible:
@@ -101,9 +134,23 @@ def _packed(problem: AttentionProblem, operands: Operands) -> Visible:
     return visible
 
 
-def _softcap(softcap: float) -> Callable[..., Tensor]:
+def changed_scores(problem: AttentionProblem, operands: Operands) -> Callable[..., Tensor] | None:
+    """Returns the `score_mod` of softcap, bias and ALiBi, in this order; None without them."""
+    softcap, slopes = problem.softcap, operands.alibi_slopes
+    bias = None if operands.bias is None else _reader(operands.bias)
+    alibi = None if slopes is None else _reader(slopes.detach()[..., None, None])
+    diagonal = problem.seqlen_k - problem.seqlen_q
+    if not softcap and bias is None and alibi is None:
+        return None
+
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + bias(b, h, q, k)
+        if alibi is not None:
+            score = score - alibi(b, h, q, k) * (k - q - diagonal).abs()
+        return score
 
     return score_mod
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,7 +21,7 @@ MATH_SCORE_BYTES = 4 << 30  # limit of the scores in memory
 
 def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operands) -> Prepared:
     """Prepares `torch.nn.functional.scaled_dot_product_attention`; None leaves the backend to torch."""
-    refuse_features(problem, ("gradients",))
+    refuse_features(problem, ("gradients", "a boolean mask", "an additive bias"))
     causal = problem.causal
     if causal is not None and causal.alignment == "bottom_right" and problem.seqlen_q != problem.seqlen_k:
         raise PeerUnavailable(
@@ -39,12 +40,14 @@ def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operan
     views = backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     heads = (x.detach().transpose(1, 2) for x in operands[:3])
     q, k, v = ((x if views else x.contiguous()).requires_grad_(problem.requires_grad) for x in heads)
+    added = attn_mask(problem, operands)
     attend = partial(
         scaled_dot_product_attention,
         q,
         k,
         v,
-        is_causal=problem.causal is not None,
+        attn_mask=added,
+        is_causal=problem.causal is not None and added is None,
         scale=problem.softmax_scale,
         enable_gqa=problem.num_heads_q != problem.num_heads_kv,
     )
@@ -60,6 +63,25 @@ def sdpa(backend: SDPBackend | None, problem: AttentionProblem, operands: Operan
         kernel=operator_behind(call),
         eager=backend is None,  # users force a backend once for many calls, not in each
     )
+
+
+def attn_mask(problem: AttentionProblem, operands: Operands) -> Tensor | None:
+    """Returns SDPA's `attn_mask` of four axes: the boolean mask, or the bias with minus infinity where a pair is
+    hidden. SDPA refuses a causal mask beside it, so it includes that. None without a mask and a bias."""
+    mask, bias = operands.mask, operands.bias
+    if mask is None and bias is None:
+        return None
+    if problem.causal is not None:
+        rows, keys = (torch.arange(n, device=operands.q.device) for n in (problem.seqlen_q, problem.seqlen_k))
+        shown = keys <= rows[:, None]  # both alignments: lengths that tell them apart are refused
+        mask = shown if mask is None else mask & shown
+    if bias is not None:
+        bias = bias.detach().to(operands.q.dtype)
+        added = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+    else:
+        assert mask is not None
+        added = mask
+    return added[(None,) * (4 - added.dim())]
 
 
 def varlen(problem: AttentionProblem, operands: Operands) -> Prepared:
