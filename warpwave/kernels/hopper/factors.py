@@ -4,12 +4,12 @@ Tiles of queries and keys begin at multiples of their length, which divides the 
 a tile has one factor. That of Q and K is part of the scale of the scores. That of V multiplies the output if all keys
 of a head share it. Otherwise that of its first block does, and the ratio of a tile's factor to it is part of the tile's
 probabilities: its logarithm is added to the tile's scores, and sums of probabilities are divided by it
-(softmax.FromZero).
+(softmax.FromOffset).
 """
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.parts import lg2
+from warpwave.kernels.hopper.parts import clamped_scale, lg2
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
 
 
@@ -71,15 +71,15 @@ def has_factors(factors):
 
 
 @constexpr_function
-def has_values(factors):
+def is_v_quantized(factors):
     """Returns whether V is quantized; `factors` is a `Factors` or an `OfHead`, or () for none."""
     return has_factors(factors) and has_factors(factors.of_v)
 
 
 @constexpr_function
 def has_blocks_of_values(factors):
-    """Returns whether blocks of V have factors; `factors` as for `has_values`."""
-    return has_values(factors) and int(factors.of_v.BLOCK) > 0
+    """Returns whether blocks of V have factors; `factors` as for `is_v_quantized`."""
+    return is_v_quantized(factors) and int(factors.of_v.BLOCK) > 0
 
 
 @jit
@@ -106,13 +106,13 @@ def rules_of_queries(factors, row_first, work, rules):
         pointer += (row // factors.Q_BLOCK).to(gl.int64) * q_strides[3]
     factor = gl.load(pointer)
     of_v = ()
-    if has_values(factors):
+    if is_v_quantized(factors):
         of_v = of_head(factors.of_v, (), factors.group_size, work)
         of_v = with_fields(of_v, first=first_of(of_v))
     head = of_head(factors.of_k, of_v, factors.group_size, work)
     if head.BLOCK == 0:
         factor = factor * gl.load(head.ptr)
-    return with_fields(rules, scale=in_range(rules.scale * factor), factors=head)
+    return with_fields(rules, scale=clamped_scale(rules.scale * factor), factors=head)
 
 
 @jit
@@ -149,7 +149,7 @@ def rules_of_tile(read, rules):
 @jit
 def _rules_of_tile(head, read, rules):
     if head.BLOCK > 0:
-        rules = with_fields(rules, scale=in_range(rules.scale * read[0]))
+        rules = with_fields(rules, scale=clamped_scale(rules.scale * read[0]))
     if has_blocks_of_values(head):
         rules = with_fields(rules, factors=with_fields(head, of_v=with_fields(head.of_v, tile=read[1])))
     return rules
@@ -158,7 +158,7 @@ def _rules_of_tile(head, read, rules):
 @jit
 def of_output(factors, work):
     """Returns the factor of the output, that of the first block of V; `factors` is a `Factors`."""
-    if has_values(factors):
+    if is_v_quantized(factors):
         return first_of(of_head(factors.of_v, (), factors.group_size, work))
     else:
         return 1.0
@@ -186,9 +186,3 @@ def of_block(head, tile, keys, rules):
     key = keys.begin + tile * rules.BLOCK_N
     # A call without keys computes one tile and has no factors.
     return gl.load(head.ptr + (key // head.BLOCK).to(gl.int64) * head.stride, mask=key < head.seqlen_k, other=1.0)
-
-
-@jit
-def in_range(scale):
-    """Returns a scale that cannot give 0 * -inf."""
-    return gl.minimum(gl.maximum(scale, 1.1754943508222875e-38), 1.2676506002282294e30)

@@ -63,7 +63,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
             found.append(f"it takes a {name} only up to head_dim 256: above, registers do not suffice")
     if problem.bias_shape is not None and problem.descale_blocks is not None and problem.descale_blocks[2]:
-        # Factors are added to scores in bits (softmax.FromZero), where a bias of -1e9 would leave nothing of them.
+        # Factors are added to scores in bits (softmax.FromOffset), where a bias of -1e9 would leave nothing of them.
         found.append("it takes no bias beside factors of blocks of v")
     # Without one bias per score, some tile always fits. With one, no rule of the choice depends on lengths.
     if not found and has_bias_cells(problem) and default(problem, gpu) is None:
