@@ -33,7 +33,7 @@ from warpwave.kernels.hopper.parts import (
     zero_accumulator,
 )
 from warpwave.kernels.hopper.rows import row_vectors
-from warpwave.kernels.hopper.softmax import in_bits, without_offset, with_values
+from warpwave.kernels.hopper.softmax import in_bits, with_values, without_offset
 from warpwave.kernels.hopper.visible import Keys
 from warpwave.kernels.hopper.words import TILE_KEYS, beside_an_accumulator, hide_words
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, tma_load
