@@ -324,8 +324,8 @@ def zero_accumulator(WIDTH: gl.constexpr):
 
 @jit
 def clamped_scale(scale):
-    """Returns a scale of scores within bounds. Outside of them, a scale of 0 times a score of -inf, or an infinite scale
-    times a score of 0, would be NaN."""
+    """Returns a scale of scores, limited to these bounds: a scale of 0 times a score of -inf, and an infinite scale
+    times a score of 0, are NaN."""
     return gl.minimum(gl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
 
 
