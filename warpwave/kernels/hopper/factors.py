@@ -9,7 +9,7 @@ probabilities: its logarithm is added to the tile's scores, and sums of probabil
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.parts import clamped_scale, lg2
+from warpwave.kernels.hopper.parts import LARGEST_SCALE, SMALLEST_SCALE, lg2
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
 
 
@@ -112,7 +112,7 @@ def rules_of_queries(factors, row_first, work, rules):
     head = of_head(factors.of_k, of_v, factors.group_size, work)
     if head.BLOCK == 0:
         factor = factor * gl.load(head.ptr)
-    return with_fields(rules, scale=clamped_scale(rules.scale * factor), factors=head)
+    return with_fields(rules, scale=in_range(rules.scale * factor), factors=head)
 
 
 @jit
@@ -149,7 +149,7 @@ def rules_of_tile(read, rules):
 @jit
 def _rules_of_tile(head, read, rules):
     if head.BLOCK > 0:
-        rules = with_fields(rules, scale=clamped_scale(rules.scale * read[0]))
+        rules = with_fields(rules, scale=in_range(rules.scale * read[0]))
     if has_blocks_of_values(head):
         rules = with_fields(rules, factors=with_fields(head, of_v=with_fields(head.of_v, tile=read[1])))
     return rules
@@ -186,3 +186,9 @@ def of_block(head, tile, keys, rules):
     key = keys.begin + tile * rules.BLOCK_N
     # A call without keys computes one tile and has no factors.
     return gl.load(head.ptr + (key // head.BLOCK).to(gl.int64) * head.stride, mask=key < head.seqlen_k, other=1.0)
+
+
+@jit
+def in_range(scale):
+    """Returns a scale that cannot give 0 * -inf."""
+    return gl.minimum(gl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)

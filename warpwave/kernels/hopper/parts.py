@@ -30,7 +30,8 @@ ROWS = gl.constexpr(64)  # rows of a consumer warpgroup: the rows of one wgmma
 # Sums of int8 products start here, in int32: the bits of a sum s are then those of the float32 1.5 * 2^23 + s, and no
 # conversion is needed. |s| is at most 2^22: 256 columns.
 OFFSET_OF_INT8 = gl.constexpr(0x4B400000)
-# Bounds of a scale that includes factors of the operands.
+# Bounds of a scale that includes factors of the operands: a scale of 0 times a score of -inf, and an infinite scale
+# times a score of 0, are NaN.
 SMALLEST_SCALE = gl.constexpr(2.0**-126)
 LARGEST_SCALE = gl.constexpr(2.0**100)
 # Named barriers from 8 on are free: Triton 3.6 to 3.9 uses the lower ones for its warp groups.
@@ -320,13 +321,6 @@ def finished_scores(scores, AFTER: gl.constexpr):
 def zero_accumulator(WIDTH: gl.constexpr):
     """Returns [64, WIDTH] of zeros."""
     return gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
-
-
-@jit
-def clamped_scale(scale):
-    """Returns a scale of scores, limited to these bounds: a scale of 0 times a score of -inf, and an infinite scale
-    times a score of 0, are NaN."""
-    return gl.minimum(gl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
 
 
 # Inline PTX -----------------------------------------------------------------------------------------------------------

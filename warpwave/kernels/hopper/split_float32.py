@@ -19,9 +19,10 @@ products hide it. Probabilities and values are multiplied in slices of the colum
 """
 
 from warpwave.kernels.hopper.parts import (
+    LARGEST_SCALE,
     ROWS,
+    SMALLEST_SCALE,
     accumulator_layout,
-    clamped_scale,
     hand_back,
     like,
     matrix,
@@ -63,8 +64,9 @@ def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_he
     else:
         number = (work.batch * num_heads + work.head) * tiles + tile
     of_key = inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2
-    # Beyond the bounds scores exceed float32 anyway.
-    inverse = clamped_scale(gl.load(q_inverses_ptr + number) * gl.load(of_key))
+    inverse = gl.load(q_inverses_ptr + number) * gl.load(of_key)
+    # Clamp the factor where scores exceed float32 anyway: 0 times Inf would turn a score of 0 into NaN.
+    inverse = gl.minimum(gl.maximum(inverse, SMALLEST_SCALE), LARGEST_SCALE)
     return with_fields(rules, scale=rules.scale * inverse)
 
 
