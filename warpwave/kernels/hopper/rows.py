@@ -1,5 +1,5 @@
-"""Rows of a tile: rows of V past the end of a packed sequence, or before the first visible key, are zeroed in shared
-memory; rows of out are stored, in a packed call up to the end of the sequence."""
+"""Rows of a tile in shared memory: zeroes rows of a loaded tile past the end of a packed sequence or before the first
+visible row, and stores rows of out, in a packed call up to the end of the sequence."""
 
 from warpwave.kernels.hopper.parts import first_column, halves_of, matrix
 from warpwave.kernels.hopper.visible import place_of_queries, queries_of_warpgroup
