@@ -14,7 +14,7 @@ from tests.conformance.datasets import DATA_SETS, Data
 from warpwave import precision
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import flash_fwd
-from warpwave.kernels.hopper.flash_fwd import host as hopper
+from warpwave.kernels.hopper import flash_fwd as hopper
 from warpwave.problem import PRECISIONS, AttentionProblem
 from warpwave.workbench.hardware import catalog
 

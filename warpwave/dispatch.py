@@ -23,6 +23,17 @@ A kernel is a module or package of `warpwave.kernels`, imported at its first use
                                                batches and heads; keeps what does not depend on these
     gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
+Commands of the workbench read these, all of them optional:
+
+    specify(problem, gpu, operands, out, lse, config) -> Launch, or a tuple of these: the launches of a call, which can
+                                               be compiled without a GPU
+    ABLE                                       the float32 arithmetics it has (precision.py); PORTABLE if absent
+    arithmetic_of(problem, gpu) -> str         the float32 arithmetic of gradients, if not the forward's
+    choose_splits(problem, gpu, config)        how many blocks share the keys of a head; present if it can split them
+    MEANT_FROM                                 the least head_dim for which `explain` recommends it
+    SKIPS_HIDDEN_TILES                         True if it skips tiles that a boolean mask hides
+    WIDENS_VALUES                              True if it multiplies a v of 8 bits in float16
+
 Errors, `explain` and the support matrix in the docs read these. Nothing about a kernel is stated elsewhere.
 """
 

@@ -41,8 +41,8 @@ Check = Callable[..., bool]
 # A plan and the check of its layouts; the check is None if `plan_key` finds the plan, and until the plan of a class is
 # called again.
 Known = tuple[Run, Check | None]
-# (operands, longest sequences, out) -> the plan of a call of one class; None if its sizes contradict each other.
-Plan = Callable[[Any, tuple[int, ...], torch.Tensor | None], Run | None]
+# (operands, longest sequences, out) -> the plan of a call of one class, or None if its sizes contradict each other.
+MakePlan = Callable[[Any, tuple[int, ...], torch.Tensor | None], Run | None]
 
 # Enough for a model's layers at many lengths.
 MAX_PLANS = 1024
@@ -66,12 +66,12 @@ class Class(NamedTuple):
 
     Attributes:
         same: checks all other properties of their tensors.
-        plan: makes their plans; a `Planner`.
+        planner: makes their plans; a `Planner`.
         sized: indices of the tensors that differ in sizes and strides.
     """
 
     same: Check
-    plan: Plan
+    planner: MakePlan
     sized: Sequence[int]
 
 
@@ -158,7 +158,7 @@ def recall(
     known = _plans.get(key)
     if known is None:
         with _planning:
-            run = found.plan(operands, longest, out)
+            run = found.planner(operands, longest, out)
         if run is not None:
             _plans.put(key, (run, None))
         return run
@@ -175,7 +175,7 @@ def remember(
     said: tuple[Any, ...],
     longest: tuple[int, ...],
     run: Run,
-    planner: Callable[[], Plan] | None = None,
+    planner: Callable[[], MakePlan] | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
     """Keeps a plan for `recall`, unless `said` has no hash.
@@ -210,7 +210,7 @@ def remember(
 
 def _sizes(found: Class, tensors: Sequence[torch.Tensor], longest: tuple[int, ...]) -> tuple[Any, ...]:
     """Returns the key of a plan among those of a class."""
-    key: list[Any] = [found.plan, longest]
+    key: list[Any] = [found.planner, longest]
     for i in found.sized:
         key += tensors[i].shape
         key += tensors[i].stride()

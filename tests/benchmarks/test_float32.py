@@ -11,7 +11,7 @@ from benchmarks import float32_error, float32_pareto, float32_sweep
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd
-from warpwave.kernels.hopper.flash_fwd import host as hopper
+from warpwave.kernels.hopper import flash_fwd as hopper
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.bench.workloads import load_suite

@@ -50,8 +50,8 @@ class PagedKVCache:
 
     Args:
         num_pages: pages of the pool, for all sequences together.
-        page_size: tokens of a page, a power of two: 1, 16, 32, 64, 128, 256. Small pages waste less memory at the ends
-            of sequences, large ones need fewer table look-ups.
+        page_size: tokens of a page, a power of two. Small pages waste less memory at the ends of sequences, large ones
+            need fewer table look-ups.
         num_heads_kv, head_dim: heads and head size of K; V has the same heads.
         head_dim_v: head size of V; head_dim if None.
         num_layers: layers that share the tables; each has its own pools.
@@ -117,7 +117,7 @@ class PagedKVCache:
                 raise InvalidInput(f"{name} is {size}; it must be at least 1")
         num_pages, page_size, num_heads_kv, head_dim, head_dim_v, num_layers, max_batch, max_seqlen = sizes.values()
         if page_size & (page_size - 1):
-            raise InvalidInput(f"page_size is {page_size}; it must be a power of two: 1, 16, 32, 64, 128 or 256")
+            raise InvalidInput(f"page_size is {page_size}; it must be a power of two, for example 16 or 64")
         given = pools.check_given(dtype, device, (k_descale, v_descale), num_layers, num_heads_kv)
         self.num_pages, self.page_size, self.max_batch, self.max_seqlen = num_pages, page_size, max_batch, max_seqlen
         self._columns = -(-max_seqlen // page_size)

@@ -253,6 +253,7 @@ def layout(compiled: Any, run: Any, values: Sequence[Any]) -> Layout | None:
     metadata, signature = compiled.metadata, list(flat(compiled.src.signature.values()))
     if not passes_on(run) or getattr(metadata, "num_ctas", 1) != 1 or run.launch_cooperative_grid:
         return None
+    # No SM of NVIDIA has more than 228 KiB of shared memory; Triton handles whatever claims more.
     if metadata.shared > 228 * 1024 or len(signature) != len(values):
         return None
     made = Layout(compiled.function, metadata.num_warps * 32, metadata.shared, bool(run.launch_pdl))

@@ -42,7 +42,8 @@ class Launch(NamedTuple):
         tensors: the pointer arguments, in order; None if absent, a `Mapped` if the kernel copies it by TMA.
         scalars: the run-time sizes, strides and floats, in order; None if absent.
         constants: the compile-time constants, in order, by name.
-        options: num_warps, num_stages, enable_fp_fusion.
+        options: Triton's compile options: num_warps, num_stages, enable_fp_fusion, maxnreg (the most registers of a
+            thread) and launch_pdl (the launch begins while the preceding one runs).
     """
 
     kernel: Any
@@ -358,6 +359,7 @@ def _key_of(spec: Launch, takes: Sequence[Take], device: torch.device) -> tuple[
     numbers = [not -(2**31) <= value < 2**31 for value in scalars if value.__class__ is int]
     values = [scalars[i] for i in _specialized(kernel)]
     kinds = [(value == 1, value % 16 == 0) for value in values if value.__class__ is int]
+    # 1000 is more than a kernel has arguments: it distinguishes a tensor map of an argument from its address.
     sources = [take.source + 1000 if isinstance(take, tuple) else take for take in takes]
     return (kernel, device.index, *sources, *classes, *numbers, *kinds, *constants.items(), *options.items())
 

@@ -15,10 +15,10 @@ from warpwave import UnsupportedProblem, attention, attention_varlen, explain
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.cost import walk
-from warpwave.kernels.hopper import host
+from warpwave.kernels.hopper import flash_fwd, host
 from warpwave.kernels.hopper.flash_fwd import choice
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
-from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
+from warpwave.kernels.hopper.flash_fwd import host as flash_fwd_host
 from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch
@@ -265,13 +265,13 @@ def test_columns_of_out_in_shared_memory_at_head_dim_256(change: dict[str, Any],
 
 def test_a_bias_is_copied_only_where_no_map_describes_it() -> None:
     """What is the same along an axis is described once; rows of an odd number of elements are copied to even ones."""
-    as_is = flash_fwd._bias_for_maps
+    as_is = flash_fwd_host._bias_for_maps
     bias = torch.randn(2, 3, 40, 48)
     assert as_is(bias) is bias
     expanded = torch.randn(40, 48)[None, None].expand(2, 3, 40, 48)
     once = as_is(expanded)
     assert once is not None and once.shape == (1, 1, 40, 48) and once.data_ptr() == expanded.data_ptr()
-    plan = flash_fwd._bias_plan(once, flash_fwd.Config(128, 64, 2))
+    plan = flash_fwd_host._bias_plan(once, flash_fwd.Config(128, 64, 2))
     assert plan is not None and all(stride % 4 == 0 and stride > 0 for stride in plan.strides[:-1])
     odd = torch.randn(1, 3, 40, 45)
     copied = as_is(odd)

@@ -60,7 +60,7 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 
 def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
-    from warpwave.kernels.hopper import parts, rows
+    from warpwave.kernels.hopper import parts, rows, softmax
     from warpwave.kernels.hopper.large_head_dim import roles
     from warpwave.kernels.large_head_dim import latent_device as device
 
@@ -73,7 +73,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[t
             tensor.fill_(torch.nan)
     arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
     spec, _ = latent.specify(problem, H200, operands, arguments, num_splits)
-    modules = (device, roles, parts, rows)
+    modules = (device, roles, parts, rows, softmax)
     gluon_on_cpu.run_launch(spec, modules, spec.grid, {"meet_neighbors": lambda: lambda threads: None})
     if num_splits > 1:
         merge = latent.specify_merge(problem, num_splits, acc, state, out, lse, operands.sinks)
@@ -137,11 +137,11 @@ def test_what_lies_beside_the_keys_has_no_effect() -> None:
 @triton_only
 def test_shares_are_even() -> None:
     """Every step of 64 keys is one share's, and no share has two more than another."""
-    from warpwave.kernels.hopper import parts, rows
+    from warpwave.kernels.hopper import parts, rows, softmax
     from warpwave.kernels.hopper.large_head_dim import roles as large_head_dim_roles
     from warpwave.kernels.large_head_dim import latent_device as device
 
-    modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows)}
+    modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows, softmax)}
     pages, window = Pages(None, None, None, 0, 0, 0, 0, False), Window(0, 0, False, False, False)
     for length, splits in ((1, 3), (64, 1), (640, 3), (4096, 16), (4100, 16), (128, 5)):
         ends, sizes = [0], []

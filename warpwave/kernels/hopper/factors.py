@@ -4,12 +4,12 @@ Tiles of queries and keys begin at multiples of their length, which divides the 
 a tile has one factor. That of Q and K is part of the scale of the scores. That of V multiplies the output if all keys
 of a head share it. Otherwise that of its first block does, and the ratio of a tile's factor to it is part of the tile's
 probabilities: its logarithm is added to the tile's scores, and sums of probabilities are divided by it
-(softmax.FromZero).
+(softmax.FromOffset).
 """
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.parts import lg2
+from warpwave.kernels.hopper.parts import LARGEST_SCALE, SMALLEST_SCALE, lg2
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
 
 
@@ -71,15 +71,15 @@ def has_factors(factors):
 
 
 @constexpr_function
-def has_values(factors):
+def is_v_quantized(factors):
     """Returns whether V is quantized; `factors` is a `Factors` or an `OfHead`, or () for none."""
     return has_factors(factors) and has_factors(factors.of_v)
 
 
 @constexpr_function
 def has_blocks_of_values(factors):
-    """Returns whether blocks of V have factors; `factors` as for `has_values`."""
-    return has_values(factors) and int(factors.of_v.BLOCK) > 0
+    """Returns whether blocks of V have factors; `factors` as for `is_v_quantized`."""
+    return is_v_quantized(factors) and int(factors.of_v.BLOCK) > 0
 
 
 @jit
@@ -106,7 +106,7 @@ def rules_of_queries(factors, row_first, work, rules):
         pointer += (row // factors.Q_BLOCK).to(gl.int64) * q_strides[3]
     factor = gl.load(pointer)
     of_v = ()
-    if has_values(factors):
+    if is_v_quantized(factors):
         of_v = of_head(factors.of_v, (), factors.group_size, work)
         of_v = with_fields(of_v, first=first_of(of_v))
     head = of_head(factors.of_k, of_v, factors.group_size, work)
@@ -158,7 +158,7 @@ def _rules_of_tile(head, read, rules):
 @jit
 def of_output(factors, work):
     """Returns the factor of the output, that of the first block of V; `factors` is a `Factors`."""
-    if has_values(factors):
+    if is_v_quantized(factors):
         return first_of(of_head(factors.of_v, (), factors.group_size, work))
     else:
         return 1.0
@@ -191,4 +191,4 @@ def of_block(head, tile, keys, rules):
 @jit
 def in_range(scale):
     """Returns a scale that cannot give 0 * -inf."""
-    return gl.minimum(gl.maximum(scale, 1.1754943508222875e-38), 1.2676506002282294e30)
+    return gl.minimum(gl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)

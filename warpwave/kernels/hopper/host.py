@@ -14,8 +14,10 @@ from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem
 from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
-NUM_SMS = 132  # of an H100 or H200 SXM, used when no GPU is given
-L2_BYTES = 32 * 1024 * 1024  # for the heads that run together under a causal mask, or in a packed call
+NUM_SMS = 132  # SMs of an H100 or H200 SXM, for GPUs whose number is unknown, and for `heads_in_l2` on every GPU
+# What the heads that run together under a causal mask, or in a packed call, may read again. An H100's L2 has 50 MB; the
+# rest is left to tensors that are read or written once.
+L2_BYTES = 32 * 1024 * 1024
 # Minimum number of blocks per SM in a group of heads, in a dense call and in a packed one. In packed calls, with 4, the
 # longest blocks of the last group started so late that the backward had 0.94 of the rate of one group (8,192 to 2,048
 # tokens, 32 on 8 heads). In dense calls, groups of 1.1 blocks had 0.95 of the rate of groups of 2.3 (10 heads of
@@ -26,9 +28,7 @@ MAX_PIECES = 3  # of a tile's width
 Described = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
-def mappable(
-    problem: AttentionProblem, operands: AnyOperands, mapped: Sequence[str] = ("q", "k", "v")
-) -> Callable[[Any], Any]:
+def mappable(operands: AnyOperands, mapped: Sequence[str] = ("q", "k", "v")) -> Callable[[Any], Any]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe, among those that get
     one."""
     straight = arguments.straightener(operands)
@@ -95,7 +95,11 @@ def bias_kind(bias: torch.Tensor | None) -> str:
 
 
 def bias_bytes(problem: AttentionProblem) -> int:
-    """Returns the bytes of a score's bias in shared memory; 0 where it is the same for all queries or for all keys."""
+    """Returns the bytes of a score's bias in shared memory; 0 if it is the same for all queries or for all keys.
+
+    The problem has shapes and no strides. A bias that is expanded along queries or keys therefore counts as one number
+    for each score, although `bias_kind` finds that its launch loads none: the result is then an upper bound.
+    """
     if problem.bias_shape is None or min(problem.bias_shape[2:]) <= 1:
         return 0
     return DTYPE_BYTES[problem.bias_dtype or problem.dtype]
@@ -163,8 +167,8 @@ def heads_in_l2(
     problem: AttentionProblem, heads: int, tiles: int, bytes_of_head: int, sharing: int = 1, bytes_beside: int = 0
 ) -> int:
     """Returns how many heads are scheduled together: as many as fit L2 together with `bytes_beside`. The group grows
-    until it has LEAST_BLOCKS blocks per SM; in a dense call only while `bytes_of_head` of all its heads fit L2. It has
-    at most all heads, so that tiles times heads does not overflow.
+    until it has LEAST_BLOCKS_PACKED blocks for each of NUM_SMS SMs; in a dense call LEAST_BLOCKS_DENSE, and only while
+    `bytes_of_head` of all its heads fit L2. It has at most all heads, so that tiles times heads does not overflow.
 
     Args:
         heads, tiles: of the schedule, in a dense call the heads of a batch item.

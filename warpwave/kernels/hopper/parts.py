@@ -29,7 +29,11 @@ LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup: the rows of one wgmma
 # Sums of int8 products start here, in int32: the bits of a sum s are then those of the float32 1.5 * 2^23 + s, and no
 # conversion is needed. |s| is at most 2^22: 256 columns.
-ZERO_OF_INT8 = gl.constexpr(0x4B400000)
+OFFSET_OF_INT8 = gl.constexpr(0x4B400000)
+# Bounds of a scale that includes factors of the operands: a scale of 0 times a score of -inf, and an infinite scale
+# times a score of 0, are NaN.
+SMALLEST_SCALE = gl.constexpr(2.0**-126)
+LARGEST_SCALE = gl.constexpr(2.0**100)
 # Named barriers from 8 on are free: Triton 3.6 to 3.9 uses the lower ones for its warp groups.
 FREE_BARRIERS = gl.constexpr(8)
 
@@ -270,6 +274,17 @@ def operand(p, v_ring):
     return gl.convert_layout(p.to(v_ring.pieces[0].dtype), layout, assert_trivial=True)
 
 
+@jit
+def unseen_zero(n):
+    """Returns 0 in a form the compiler cannot fold.
+
+    wgmma takes two registers for each 16 columns of a tile in shared memory. For a tile at a fixed address, such as Q
+    of the forward, the compiler would compute them once before the loop and keep them, in local memory if there are
+    many. A load from local memory waits behind the products that are being issued.
+    """
+    return n >> 30
+
+
 @constexpr_function
 def eight_bit_accumulator_layout(width):
     """Returns wgmma's layout of 64 rows of `width` float32 or int32, for 8-bit operands: element by element that of
@@ -285,9 +300,10 @@ def is_float8(pieces):
 
 @jit
 def zero_scores(k_ring, BLOCK_N: gl.constexpr):
-    """Returns what the products of queries and keys are added to: zeros, or ZERO_OF_INT8 in int32 for int8 operands."""
+    """Returns what the products of queries and keys are added to: zeros, or OFFSET_OF_INT8 in int32 for int8
+    operands."""
     if k_ring.pieces[0].dtype == gl.int8:
-        return gl.full([ROWS, BLOCK_N], ZERO_OF_INT8, gl.int32, eight_bit_accumulator_layout(BLOCK_N))
+        return gl.full([ROWS, BLOCK_N], OFFSET_OF_INT8, gl.int32, eight_bit_accumulator_layout(BLOCK_N))
     elif is_float8(k_ring.pieces):
         return gl.zeros([ROWS, BLOCK_N], gl.float32, eight_bit_accumulator_layout(BLOCK_N))
     else:
@@ -419,11 +435,8 @@ def tanh_of_tile(x):
     """Computes tanh of a tile of scores for results of 16 bits, within a relative 7e-7: by a polynomial up to 1/2, by
     exponentials above. A warp skips the exponentials if it has no such argument in the tile.
 
-    One branch a tile keeps the loop over keys short. On an H100, 4 x 4096 causal with a softcap of 30, a version that
-    chose one form for all numbers of a tile was 1.58 times as fast as `tanh` at head_dim 64 and 1.52 times at 128
-    (`2026-11-25-h100-losing-rows.json`); this one, equal where no number is large, was not timed. Which form a number
-    takes depends on that number alone, so a result does not depend on hidden keys or on other rows. float32 and
-    gradients need `tanh`.
+    One branch a tile keeps the loop over keys short. Which form a number takes depends on that number alone, so a
+    result does not depend on hidden keys or on other rows. float32 and gradients need `tanh`.
     """
     each: gl.constexpr = x.shape[0] * x.shape[1] // 128
     return gl.inline_asm_elementwise(
@@ -434,17 +447,6 @@ def tanh_of_tile(x):
 @constexpr_function
 def _named_barrier_asm(op):
     return f"bar.{op} $1, {128 + 32}; mov.b32 $0, $1;"
-
-
-@jit
-def unseen_zero(n):
-    """Returns 0 in a form the compiler cannot fold.
-
-    wgmma takes two registers for each 16 columns of a tile in shared memory. For a tile at a fixed address, such as Q
-    of the forward, the compiler would compute them once before the loop and keep them, in local memory if there are
-    many. A load from local memory waits behind the products that are being issued.
-    """
-    return n >> 30
 
 
 @jit
@@ -485,23 +487,3 @@ def rescale(acc, alpha):
         is_pure=False,
         pack=each,
     )
-
-
-@jit
-def softmax_of_columns(x, m_i, l_i):
-    """Returns (p, alpha, m_i, l_i) for a step whose scores are [keys, queries]. alpha is the factor of the previous
-    state; m_i and l_i are the new state. The sums l_i, [keys, queries], cover only a thread's own keys."""
-    m_new = gl.maximum(m_i, gl.max(x, axis=0))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = exp2(m_i - shift)
-    p = exp2(x - shift[None, :])
-    return p, alpha, m_new, l_i * alpha[None, :] + p
-
-
-@jit
-def with_sink(sink, m_i, l_i):
-    """Returns (factor, m_i, l_i) of a state after adding one key whose score is the sink and whose value is zero."""
-    m_new = gl.maximum(m_i, sink)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    factor = exp2(m_i - shift)
-    return factor, m_new, l_i * factor + exp2(sink - shift)

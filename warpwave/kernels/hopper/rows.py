@@ -1,5 +1,5 @@
-"""Rows past the end of a packed sequence: those of a loaded tile are zeroed in shared memory, and those of out are not
-stored."""
+"""Rows of a tile in shared memory: zeroes rows of a loaded tile past the end of a packed sequence or before the first
+visible row, and stores rows of out, in a packed call up to the end of the sequence."""
 
 from warpwave.kernels.hopper.parts import first_column, halves_of, matrix
 from warpwave.kernels.hopper.visible import place_of_queries, queries_of_warpgroup

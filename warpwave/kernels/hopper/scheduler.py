@@ -152,14 +152,14 @@ def shown_last(box, n):
 
 
 @jit
-def ask_again(box, n, level):
+def request_repeat(box, n, level):
     """Requests, as a consumer, a repeat of the block of message n at a higher level. Of two requests at once, either
     one takes effect; the other consumer finds on that pass that it must request another."""
     _repeat_word(box, n, AGAIN).store(gl.full([1], level, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
 
 
 @jit
-def asked_again(box, n):
+def wait_for_request(box, n):
     """Waits, as the producer, until all consumers have discarded message n. Returns the level that one of them
     requested, 0 for none, and the tile, batch and head of the message."""
     mbarrier.wait(box.empty.index(n & 1), (n >> 1) & 1)
@@ -184,8 +184,8 @@ def _value(word):
 
 
 @jit
-def draw(counter_ptr, t, num_tiles):
-    """Returns the number of the tile after t; `num_tiles` or more if none is left."""
+def draw(counter_ptr, num_tiles):
+    """Returns the number of a program's next tile, after its first; `num_tiles` or more if none is left."""
     step = gl.num_programs(0)
     following = num_tiles
     if step < num_tiles:
@@ -198,9 +198,9 @@ def draw(counter_ptr, t, num_tiles):
 
 @jit
 def draw_in_order(counter_ptr, num_tiles):
-    """Returns the number of a program's next tile, the first included; `num_tiles` or more if none is left. Whoever has
-    a tile thus knows that running programs took all tiles before it, and may wait for these. There are as many draws
-    more as programs."""
+    """Returns the number of a program's next tile, the first included; `num_tiles` or more if none is left. If a
+    program has a tile, running programs have taken all tiles before it, so it may wait for these tiles. There is one
+    extra draw per program."""
     drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if drawn == num_tiles + gl.num_programs(0) - 1:
         gl.atomic_xchg(counter_ptr, 0, sem="relaxed")

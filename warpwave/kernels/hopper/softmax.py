@@ -15,71 +15,71 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 # Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
 # reach 2^4. Random scores of one variance rarely rise by 4 bits after the first tile.
 LAG = gl.constexpr(4.0)
-# parts.ZERO_OF_INT8 as float32: sums of int8 products are that much too large.
-ZERO = gl.constexpr(1.5 * 2**23)
+# parts.OFFSET_OF_INT8 as float32: sums of int8 products are too large by this number.
+OFFSET = gl.constexpr(1.5 * 2**23)
 
 
 @aggregate
-class FromZero:
-    """The factor of scores that are not in bits yet: `scale * scores - zero`.
+class FromOffset:
+    """The remaining conversion of scores to bits: `scale * scores - offset`.
 
-    The softmax subtracts `zero` together with the maximum, which `settled_maximum` rounds so that the sum is exact, up
-    to 2^11 bits. `zero` is that of int8 scores, or minus the logarithm of a tile's factor of V: the factor is then part
-    of the tile's probabilities, and `weight` undoes it in their sum.
+    The softmax subtracts `offset` together with the maximum, which `settled_maximum` rounds so that the sum is exact,
+    up to 2^11 bits. `offset` is the scaled OFFSET of int8 scores, or minus the logarithm of a tile's factor of V. The
+    factor of V is then part of the tile's probabilities, and `weight` undoes it in their sum.
     """
 
     scale: gl.tensor
-    zero: gl.tensor
+    offset: gl.tensor
     weight: gl.tensor
 
 
 @constexpr_function
-def has_zero(scale):
-    """Returns whether a factor is a `FromZero`."""
-    return hasattr(scale, "zero")
+def has_offset(scale):
+    """Returns whether a factor is a `FromOffset`."""
+    return hasattr(scale, "offset")
 
 
 @jit
-def less_zero(scores):
-    """Returns the scores of int8 operands in float32; others as they are."""
+def without_offset(scores):
+    """Returns the scores of int8 operands in float32, without OFFSET. Returns other scores unchanged."""
     if scores.dtype == gl.int32:
-        scores = scores.to(gl.float32, bitcast=True) - ZERO
+        scores = scores.to(gl.float32, bitcast=True) - OFFSET
     return scores
 
 
 @jit
 def with_values(scale, rules):
-    """Returns the factor of a tile's scores: a `FromZero` with the tile's factor of V, or the scale if blocks of V have
-    none."""
+    """Returns the factor of a tile's scores: a `FromOffset` with the tile's factor of V, or the scale if blocks of V
+    have no factors."""
     if has_blocks_of_values(rules.factors):
         bits = bits_of_values(rules)
-        return FromZero(gl.to_tensor(scale), -bits, exp2(-bits))
+        return FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
     else:
         return scale
 
 
 @constexpr_function
-def keeps_zero(dtype, rules, at_edge):
-    """Returns whether a tile's scores of int8 operands stay too large by ZERO until their softmax. Its rounding would
-    be that of a factor of V too, so scores with such factors do not."""
+def keeps_offset(dtype, rules, at_edge):
+    """Returns whether a tile's scores of int8 operands stay too large by OFFSET until their softmax. Scores with
+    factors of blocks of V do not: the logarithm of the factor would be rounded together with OFFSET."""
     changes = bool(rules.HAS_SOFTCAP) or bool(rules.HAS_ALIBI) or bool(at_edge)
     return dtype == gl.int32 and not changes and not has_blocks_of_values(rules.factors)
 
 
 @jit
 def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
-    """Returns the scores of one tile for the softmax, and the remaining factor, which is a `FromZero` if more than a
+    """Returns the scores of one tile for the softmax, and the remaining factor, which is a `FromOffset` if more than a
     factor remains.
 
     In tiles that need neither mask nor position, the scale is part of the softmax's fused multiply-add. In other tiles
     it is applied here, because 0 * -inf, with a scale of 0, would be NaN.
     """
-    if keeps_zero(scores.dtype, rules, AT_EDGE):
-        # Without its last two bits, the scale times ZERO is exact.
+    if keeps_offset(scores.dtype, rules, AT_EDGE):
+        # Without its last two bits, the scale times OFFSET is exact.
         scale = (rules.scale.to(gl.int32, bitcast=True) & -4).to(gl.float32, bitcast=True)
-        return scores.to(gl.float32, bitcast=True), FromZero(scale, scale * ZERO, gl.to_tensor(1.0))
+        return scores.to(gl.float32, bitcast=True), FromOffset(scale, scale * OFFSET, gl.to_tensor(1.0))
     else:
-        scores, scale = _in_bits(less_zero(scores), tile, place, keys, rules, AT_EDGE)
+        scores, scale = _in_bits(without_offset(scores), tile, place, keys, rules, AT_EDGE)
         return scores, with_values(scale, rules)
 
 
@@ -92,11 +92,10 @@ def _in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
             scores = tanh(scores * scale)
         else:
             scores = tanh_of_tile(scores * scale)
-        scale = rules.softcap_log2
+        scale = rules.softcap
     if rules.HAS_ALIBI or AT_EDGE:
         scores = scores * scale
         scale = 1.0
-    if rules.HAS_ALIBI or AT_EDGE:
         key_first = keys.begin + tile * rules.BLOCK_N
         rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // rules.HEADS
         columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
@@ -185,13 +184,13 @@ def of_rows(own, x):
 
 
 @constexpr_function
-def _settle_asm(lag, has_zero):
+def _settle_asm(lag, has_offset):
     # For two rows: $0, $1 are the maxima m, $2, $3 alpha, $4, $5 lead, $10, $11 the thread's largest scores, $12, $13
-    # the scale, and $14, $15 `FromZero.zero`, if any: then r is m rounded so that n, which is added to scores, is
+    # the scale, and $14, $15 `FromOffset.offset`, if any: then r is m rounded so that n, which is added to scores, is
     # exact. A row whose maximum stays has factor 1, also if the maximum is minus infinity.
     rows = range(2)
     scaled = [f"mul.rn.f32 a{i}, a{i}, ${12 + i}; " for i in rows]
-    if has_zero:
+    if has_offset:
         start = "".join(
             f"add.rn.f32 n{i}, ${i}, ${14 + i}; sub.rn.f32 r{i}, n{i}, ${14 + i}; neg.f32 n{i}, n{i}; " for i in rows
         )
@@ -234,7 +233,7 @@ def _settle_asm(lag, has_zero):
 
 @jit
 def settle(m, lead, top, factors):
-    """Runs `settled_maximum` for two rows per thread. `factors` are the scale and `FromZero.zero`, if any, as
+    """Runs `settled_maximum` for two rows per thread. `factors` are the scale and `FromOffset.offset`, if any, as
     tensors."""
     return gl.inline_asm_elementwise(
         _settle_asm(LAG, len(factors) > 1),
@@ -255,12 +254,12 @@ def settled_maximum(scores, scale, m, lead):
     Returns:
         m: the new maxima, equal in a row's threads.
         alpha: the factor of the previous sum.
-        lead: the lead of the thread's own scores, at least 0 unless `scale` is a `FromZero`; a row's lead is the
+        lead: the lead of the thread's own scores, at least 0 unless `scale` is a `FromOffset`; a row's lead is the
             maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
-    if has_zero(scale):
-        factors = (everywhere(scale.scale, top), everywhere(scale.zero, top))
+    if has_offset(scale):
+        factors = (everywhere(scale.scale, top), everywhere(scale.offset, top))
     else:
         factors = (everywhere(scale, top),)
     return settle(m, lead, top, factors)
@@ -280,12 +279,12 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr):
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
     factor = scale
-    if has_zero(scale):
-        shift = shift + scale.zero
+    if has_offset(scale):
+        shift = shift + scale.offset
         factor = scale.scale
     p = exp2(multiply_add(scores, factor, -beside_columns(shift, scores), True))
     sums = gl.sum(gl.sum(gl.reshape(p, [ROWS, scores.shape[1] // 8, 4, 2]), axis=1), axis=2)
-    if has_zero(scale):
+    if has_offset(scale):
         sums = sums * scale.weight
     return p, l_i * alpha + gl.convert_layout(sums, l_i.type.layout, assert_trivial=True)
 
@@ -363,3 +362,26 @@ def store_lse(m_i, l_row, lse_ptr, stride_lb, stride_lh, work, row_first, rules)
     if not rules.IS_VARLEN:
         first += work.batch.to(gl.int64) * stride_lb
     gl.store(lse_ptr + first + queries, natural_lse(m_i, l_row), mask=queries < work.seqlen_q)
+
+
+# Scores whose rows are keys -------------------------------------------------------------------------------------------
+
+
+@jit
+def softmax_of_columns(x, m_i, l_i):
+    """Returns (p, alpha, m_i, l_i) for a step whose scores are [keys, queries]. alpha is the factor of the previous
+    state; m_i and l_i are the new state. The sums l_i, [keys, queries], cover only a thread's own keys."""
+    m_new = gl.maximum(m_i, gl.max(x, axis=0))
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = exp2(m_i - shift)
+    p = exp2(x - shift[None, :])
+    return p, alpha, m_new, l_i * alpha[None, :] + p
+
+
+@jit
+def columns_with_sink(sink, m_i, l_i):
+    """Returns (factor, m_i, l_i) of a state after adding one key whose score is the sink and whose value is zero."""
+    m_new = gl.maximum(m_i, sink)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    factor = exp2(m_i - shift)
+    return factor, m_new, l_i * factor + exp2(sink - shift)

@@ -19,7 +19,9 @@ products hide it. Probabilities and values are multiplied in slices of the colum
 """
 
 from warpwave.kernels.hopper.parts import (
+    LARGEST_SCALE,
     ROWS,
+    SMALLEST_SCALE,
     accumulator_layout,
     hand_back,
     like,
@@ -64,7 +66,7 @@ def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_he
     of_key = inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2
     inverse = gl.load(q_inverses_ptr + number) * gl.load(of_key)
     # Clamp the factor where scores exceed float32 anyway: 0 times Inf would turn a score of 0 into NaN.
-    inverse = gl.minimum(gl.maximum(inverse, 1.1754943508222875e-38), 1.2676506002282294e30)
+    inverse = gl.minimum(gl.maximum(inverse, SMALLEST_SCALE), LARGEST_SCALE)
     return with_fields(rules, scale=rules.scale * inverse)
 
 

@@ -14,8 +14,10 @@ class Options(NamedTuple):
 
     window_left: int
     window_right: int
-    scale: float  # softmax_scale * log2(e); with softcap, softmax_scale / softcap
-    softcap_log2: float
+    # The factor of raw scores: softmax_scale * log2(e), or softmax_scale with a bias, which is added in natural units
+    # (flash_fwd/mask_bias.py). With a softcap, softmax_scale / softcap.
+    scale: float
+    softcap: float  # the factor of the softcap's tanh: softcap * log2(e), or softcap with a bias; 0 without a softcap
     GROUPS: gl.constexpr
     BLOCK_N: gl.constexpr
     HAS_LOW: gl.constexpr
@@ -35,7 +37,10 @@ class Options(NamedTuple):
 
 @aggregate
 class Rules:
-    """The options, and what a consumer replaces for a head or a tile: the scale, dropout and factors."""
+    """The options, and what a consumer replaces for a head or a tile: the scale, dropout and factors.
+
+    `aggregate` replaces the field `options` by its own fields: code reads `rules.BLOCK_N`, not `rules.options.BLOCK_N`.
+    """
 
     options: Options
     ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length

@@ -28,12 +28,11 @@ from warpwave.kernels.hopper.parts import (
     LOG2_E,
     accumulator_layout,
     matrix,
-    softmax_of_columns,
     tile_bytes,
     wait_full,
-    with_sink,
 )
 from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.kernels.hopper.softmax import columns_with_sink, softmax_of_columns
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
@@ -260,7 +259,7 @@ def consumer(
         factor = gl.full([HEADS], 1.0, gl.float32, by_head)
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
-            factor, m_i, l_row = with_sink(sink, m_i, l_row)
+            factor, m_i, l_row = columns_with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if WRITE_LSE:
             lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)

@@ -29,13 +29,12 @@ from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
     matrix,
-    softmax_of_columns,
     tanh,
     tile_bytes,
     wait_full,
-    with_sink,
 )
 from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.kernels.hopper.softmax import columns_with_sink, softmax_of_columns
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
@@ -379,7 +378,7 @@ def consumer(
     else:
         if options.HAS_SINKS:
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
-            factor, m_i, l_row = with_sink(sink, m_i, l_row)
+            factor, m_i, l_row = columns_with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if options.WRITE_LSE:
             lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)

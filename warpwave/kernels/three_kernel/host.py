@@ -200,7 +200,7 @@ def _bind(problem: AttentionProblem, operands: Operands, config: Config, out: to
     cut = plan(problem, config)
     allocate = allocator(problem, operands.q)
     by_torch = "library" in (config.scores, config.values)
-    straight = host.mappable(problem, operands) if config.scores == "hopper" else straightener(operands)
+    straight = host.mappable(operands) if config.scores == "hopper" else straightener(operands)
     if by_torch:
         straight = library.brought_near(straight, operands)
     with torch.no_grad():

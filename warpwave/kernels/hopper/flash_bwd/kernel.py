@@ -92,7 +92,7 @@ def bind(
         config = config_of_bias(problem, gpu)
     # Parts of float32 are in tensors of their own, whatever the strides of the operands.
     mapped = () if problem.dtype == "float32" else ("q", "k", "v")
-    mappable, device = host.mappable(problem, operands, mapped), operands.q.device
+    mappable, device = host.mappable(operands, mapped), operands.q.device
     shapes = _workspace_shapes(problem, config)
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     hides = problem.mask_shape is not None or problem.bias_shape is not None

@@ -140,7 +140,7 @@ def producer(maps, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, r
                     load_tile(tiles.keys, k_maps, n + 1, batch, kv_head, key + (j + 1) * ROWS)
                 n += 1
             messages += 1
-        t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
+        t = scheduler.draw(counter_ptr, schedule.num_tiles)
     zero = gl.to_tensor(0)
     none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
     scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)

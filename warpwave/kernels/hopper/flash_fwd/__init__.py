@@ -3,8 +3,9 @@
 Bound: tensor cores from head_dim 128 on, exponentials and instruction issue at 64 (kernel.py).
 """
 
-from warpwave.kernels.hopper.flash_fwd.choice import default, notes
-from warpwave.kernels.hopper.flash_fwd.config import ABLE
+from warpwave.kernels.hopper.flash_fwd.choice import configs, default, notes
+from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
+from warpwave.kernels.hopper.flash_fwd.config import ABLE, Config, smem_bytes
 from warpwave.kernels.hopper.flash_fwd.host import (
     NAME,
     NEEDS_GPU,
@@ -12,14 +13,8 @@ from warpwave.kernels.hopper.flash_fwd.host import (
     SKIPS_HIDDEN_TILES,
     WIDENS_VALUES,
     Binder,
-    Config,
     bind,
-    configs,
-    cost,
-    outrun,
-    smem_bytes,
     specify,
-    why_not,
 )
 
 __all__ = [

@@ -118,7 +118,7 @@ class Call:
         ) = _facts(problem, gpu)  # fmt: skip
 
     def rows_per_sm(self, block_m: int) -> int:
-        """Returns the queries that the busiest SM processes if all blocks take equally long."""
+        """Returns the rows that the busiest SM processes if all blocks take equally long."""
         return -(-query_tiles(self.problem, block_m, self.heads) // self.num_sms) * block_m
 
     @property
@@ -131,16 +131,15 @@ class Call:
         """Returns whether blocks of 128 queries all run at once."""
         return query_tiles(self.problem, 128, self.heads) <= self.num_sms
 
-    @property
-    def is_uneven(self) -> bool:
-        """Returns whether the busiest SM gets at least a fifth more queries from blocks of 128 than from blocks of
+    def is_unbalanced(self, block_m: int) -> bool:
+        """Returns whether the busiest SM gets over a fifth more rows from blocks of this size than from blocks of
         64."""
-        return self.rows_per_sm(128) > 1.2 * self.rows_per_sm(64)
+        return self.rows_per_sm(block_m) > 1.2 * self.rows_per_sm(64)
 
     @cached_property
-    def is_unbalanced(self) -> bool:
-        """Returns whether the busiest SM gets over a fifth more queries from blocks of 192 than from blocks of 64."""
-        return self.rows_per_sm(192) > 1.2 * self.rows_per_sm(64)
+    def is_unbalanced_at_192(self) -> bool:
+        """Returns whether blocks of 192 rows do not balance over the SMs. Several rows of a table read it."""
+        return self.is_unbalanced(192)
 
     @property
     def has_rows_between_sectors(self) -> bool:
@@ -166,9 +165,15 @@ class Call:
         return seqlen_k if low is None or high is None else max(0, min(seqlen_k, high - low + 1))
 
     @property
-    def is_short_causal(self) -> bool:
-        """Returns whether position hides keys and no query sees more than 2,048."""
+    def sees_few_keys(self) -> bool:
+        """Returns whether position hides keys, by a causal mask or a window, and no query sees more than 2,048."""
         return self.problem.has_band and self.reach <= SHORT_KEYS
+
+    @property
+    def has_few_keys(self) -> bool:
+        """Returns whether position hides keys, by a causal mask or a window, and a sequence has at most 2,048 keys. A
+        short window over more keys does not count, unlike in `sees_few_keys`."""
+        return self.problem.has_band and self.problem.seqlen_k <= SHORT_KEYS
 
     @property
     def is_chunk(self) -> bool:
@@ -185,8 +190,11 @@ class Call:
 
     @property
     def suits_192(self) -> bool:
-        """Returns whether the busiest SM gets about as many queries from blocks of 192 as from blocks of 128. Measured
-        ratios: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384."""
+        """Returns whether blocks of 192 rows balance over the SMs, and a tile has at most two pieces or V is padded.
+
+        They balance if the busiest SM gets at most 1.13 times as many rows as from blocks of 128, or 1.06 times up to
+        head_dim 96. The ratios of measured calls: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384.
+        """
         more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
         return (len(pieces(self.width)) < 3 or self.pads_values) and more <= (1.13 if self.width > 96 else 1.06)
 
@@ -275,7 +283,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule(
         "head_dim_v 177 to 224, head_dim at most 224, dense, no mask, or a causal mask and over 2,048 keys a query",
-        lambda c: c.width <= 224 and c.width_v > 176 and c.is_bare and not c.is_short_causal,
+        lambda c: c.width <= 224 and c.width_v > 176 and c.is_bare and not c.sees_few_keys,
         (Config(128, 64, 3), Config(128, 64, 2)),
         "0.98 to 1.09 times as fast as 2 stages in 23 full calls on an H100, 0.99 to 1.04 in 13 causal ones, 0.93 at "
         "3 x 512 on 4,096; causal with fewer keys 0.94 to 1.04",
@@ -318,7 +326,7 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim 24, 40 or 56, or such a head_dim_v, dense, a causal mask and at most 2,048 keys a query, or at most "
         "a causal mask and blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_bare and c.has_rows_between_sectors and (c.is_short_causal or c.is_unbalanced),
+        lambda c: c.is_bare and c.has_rows_between_sectors and (c.sees_few_keys or c.is_unbalanced_at_192),
         (Config(128, 128, 3),),
         "1.05 to 1.66 times as fast as blocks of 64 queries in 16 calls on an H100, 0.97 at 64 x 64 on 2,048 keys",
         BETWEEN_SECTORS,
@@ -334,7 +342,7 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim up to 64, a causal mask or window, at most 2,048 keys a query, no chunk (over twice as many keys as "
         "queries)",
-        lambda c: c.is_short_causal and not c.is_chunk,
+        lambda c: c.sees_few_keys and not c.is_chunk,
         (Config(64, 64, 3, 3),),
         "less waste at the diagonal: 1.23 x as fast as 192 queries at 16 x 1024, 1.04 at 8 x 2048, 0.98 at 5 x 3072, "
         "0.88 at 1 x 16384; in a window of 1,024 1.09, of 4,096 0.96",
@@ -350,7 +358,7 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim up to 64, 16 bits, no mask or bias, over twice as many keys as queries, blocks of 192 queries do not "
         "balance over the SMs, those of 128 do",
-        lambda c: c.is_chunk and c.is_unbalanced and c.rows_per_sm(128) <= c.rows_per_sm(64),
+        lambda c: c.is_chunk and c.is_unbalanced_at_192 and c.rows_per_sm(128) <= c.rows_per_sm(64),
         (Config(128, 128, 3),),
         "0.97 to 1.31 times as fast as blocks of 64 queries in 12 chunks on an H100, 16 x 32 on 2,048 keys to 4 x 128 "
         "on 8,192",
@@ -358,7 +366,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule(
         "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_unbalanced,
+        lambda c: c.is_unbalanced_at_192,
         (Config(64, 128, 2, 2),),
         "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97",
         TUNING,
@@ -369,15 +377,16 @@ RULES: tuple[Rule[Config], ...] = (
 # times as long per key, because every product then reads more of Q than of K. A second stage gains nothing.
 RULES_OF_PARTS: tuple[Rule[Config], ...] = (
     Rule(
-        "three parts, head_dim up to 64, uneven blocks of 128 queries or a short causal mask",
-        lambda c: c.width <= 64 and c.parts == 3 and (c.is_uneven or _is_short_band(c)),
+        "three parts, head_dim up to 64, blocks of 128 queries do not balance over the SMs, or a causal mask or window "
+        "and at most 2,048 keys",
+        lambda c: c.width <= 64 and c.parts == 3 and (c.is_unbalanced(128) or c.has_few_keys),
         (Config(64, 64, 1, 2),),
         "128 queries take 1.35 times as long at 1 head x 512, 1.04 causal at 4 x 2048",
         WIDE,
     ),
     Rule(
-        "two parts, head_dim up to 64, uneven blocks of 128 queries",
-        lambda c: c.width <= 64 and c.is_uneven,
+        "two parts, head_dim up to 64, blocks of 128 queries do not balance over the SMs",
+        lambda c: c.width <= 64 and c.is_unbalanced(128),
         (Config(64, 64, 2, 2),),
         "as for three parts",
         HALVES,
@@ -397,8 +406,8 @@ RULES_OF_PARTS: tuple[Rule[Config], ...] = (
         HALVES,
     ),
     Rule(
-        "head_dim above 64, uneven blocks of 128 queries",
-        lambda c: c.is_uneven,
+        "head_dim above 64, blocks of 128 queries do not balance over the SMs",
+        lambda c: c.is_unbalanced(128),
         (Config(64, 64, 2), Config(64, 64, 1), Config(64, 32, 1)),
         "the largest of these that fits",
         HALVES,
@@ -460,7 +469,7 @@ RULES_OF_QUANTIZED: tuple[Rule[Config], ...] = (
     Rule(
         "quantized, head_dim up to 64, at most 1,024 keys a query, or 2,048 with a causal mask or window, or blocks of "
         "192 queries do not balance over the SMs",
-        lambda c: c.is_short_causal or c.reach <= 1024 or c.is_unbalanced,
+        lambda c: c.sees_few_keys or c.reach <= 1024 or c.is_unbalanced_at_192,
         (Config(64, 64, 3, 3),),
         "at 16 x 1024 1.02 to 1.20 times as fast as 192 x 128, causal 1.24 to 1.36; unbalanced blocks were not "
         "measured",
@@ -474,10 +483,6 @@ RULES_OF_QUANTIZED: tuple[Rule[Config], ...] = (
         QUANTIZED_TILES,
     ),
 )
-
-
-def _is_short_band(call: Call) -> bool:
-    return call.problem.has_band and call.problem.seqlen_k <= SHORT_KEYS
 
 
 def rule_of(problem: AttentionProblem, gpu: Gpu) -> Rule[Config]:

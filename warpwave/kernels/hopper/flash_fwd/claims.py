@@ -25,7 +25,7 @@ from warpwave.kernels.hopper.host import NUM_SMS
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
-MAX_HEAD_DIM_WITH_DROPOUT = 256  # as gradients
+MAX_HEAD_DIM_WITH_DROPOUT = 256  # the largest head_dim of hopper/flash_bwd, which drops the same pairs
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
 FEWEST_QUERIES = 128  # that share a kv head, to amortize writing a V of 8 bits in float16
@@ -63,7 +63,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
             found.append(f"it takes a {name} only up to head_dim 256: above, registers do not suffice")
     if problem.bias_shape is not None and problem.descale_blocks is not None and problem.descale_blocks[2]:
-        # Factors are added to scores in bits (softmax.FromZero), where a bias of -1e9 would leave nothing of them.
+        # Factors are added to scores in bits (softmax.FromOffset), where a bias of -1e9 would leave nothing of them.
         found.append("it takes no bias beside factors of blocks of v")
     # Without one bias per score, some tile always fits. With one, no rule of the choice depends on lengths.
     if not found and has_bias_cells(problem) and default(problem, gpu) is None:
@@ -86,11 +86,11 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         # 4 x 4096 causal, ms, this kernel / flash_fwd (record 2026-11-23-h200-dropout.json): 64 1.57 / 1.42, 128 0.87 /
         # 0.93, 256 0.63 / 0.74.
         return ["dropout up to head_dim 64: flash_fwd is 1.1 x as fast"]
-    rows = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
+    tiles = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
     short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
     if problem.mask_shape is not None or problem.bias_shape is not None:
         return []  # 16 heads x 512 with a key mask: 10.8 us against 31.3 (graph replays, an H200)
-    if not (short and rows <= (gpu.num_sms or NUM_SMS)) or problem.dtype == "float32":
+    if not (short and tiles <= (gpu.num_sms or NUM_SMS)) or problem.dtype == "float32":
         return []  # in float32 this kernel is faster from 1 head x 512 on: 10 to 17 us against 28 (graphs, an H200)
     # Graph replays on an H200, hot, in us, this kernel / flash_fwd (the shipped record, suite tiny): 1 head x 64 3.99 /
     # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.

@@ -98,8 +98,12 @@ def widens(problem: AttentionProblem) -> bool:
 
 
 def registers(config: Config) -> tuple[int, int]:
-    """Returns the registers of a consumer thread and of a producer thread after reallocation, both multiples of 8. An
-    SM has 65,536; the producer's warpgroup counts in full."""
+    """Returns the registers that a consumer thread and a producer thread request, both multiples of 8. An SM has 65,536
+    registers; the producer's warpgroup counts in full.
+
+    With one consumer warpgroup, only the producer requests a number. Triton gives the consumer the rest of the block's
+    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py).
+    """
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
@@ -201,9 +205,13 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     if not runs(problem, gpu, config):
         return False
     width_v, block_n, parts = sum(row_pieces(problem, config)[1]), config.block_n, num_parts(problem, gpu)
+    # A thread holds half as many numbers as a row has: scores and out in 32 bits, probabilities in 16. The constants at
+    # the end of the sums are estimates of all other registers.
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
     if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (split_float32.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
     elif width_v > 320:  # scores and probabilities are never live together (serial.py)
         needed = block_n // 2 + width_v // 2 + 32
+    # By blocks per SM: what a consumer of two warpgroups requests, or gets alone with three blocks. With two blocks it
+    # gets 232; the margin of 32 was not measured.
     return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]

@@ -447,7 +447,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
                     rules,
                 )
             if wanted != 0:
-                scheduler.ask_again(box, messages, wanted)
+                scheduler.request_repeat(box, messages, wanted)
         elif row_first < work.seqlen_q:
             store_out(
                 out, role.out_maps, role.out_tiles, queries.out_ptr, work, row_first, schedule.num_heads, GROUP, rules

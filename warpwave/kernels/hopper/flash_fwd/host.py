@@ -13,8 +13,6 @@ from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import arguments, descales, dropout
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.flash_fwd.choice import configs
-from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
@@ -25,7 +23,6 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     query_tiles,
     registers,
     row_pieces,
-    smem_bytes,
     values_first,
     widens,
 )
@@ -35,17 +32,7 @@ from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead, widen_
 from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
 from warpwave.runtime import launch, scratch, tensor_maps
 
-__all__ = [
-    "Binder",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "outrun",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]
+__all__ = ["Binder", "bind", "specify"]
 
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
@@ -79,7 +66,8 @@ class _OfClass(NamedTuple):
 class Binder:
     """Binds the calls of one class (dispatch.py).
 
-    In 16 bits without a mask, bias or copies, a call with a known config computes only its sizes and tensor maps.
+    In 16 bits without a mask, bias, dropout or copies, a call with a known config computes only its sizes and tensor
+    maps.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -101,13 +89,13 @@ class Binder:
         mappable = _mappable(problem, operands)
         first = mappable(operands)
         out, lse = allocate(out)
-        *before, spec, sources, plans = _specify_16_bits(problem, self._gpu, first, out, lse, config)
+        *before, spec, sources, plans = _specify_whole(problem, self._gpu, first, out, lse, config)
         *before, widen = map(launch.bind, before) if widens(problem) else (*map(launch.bind, before), None)
         pack = before[0] if before else None
         family = tensor_maps.family(spec, plans, sources)
         launch_kernel = family.first()
-        is_bare = pack is None and operands.bias is None and operands.dropout_seed is None
-        if is_bare and not problem.is_quantized:
+        reads_more = pack is not None or operands.bias is not None or operands.dropout_seed is not None
+        if not reads_more and not problem.is_quantized:
             if mappable is arguments.as_it_is:
                 boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
                 self._known[config] = _OfClass(family, boxes, _after_schedule(problem, operands))
@@ -137,6 +125,7 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
     def run(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, *others = operands
         out, lse = allocate(out)
+        # out is passed twice: as the source of its tensor maps, and as the pointer that packed calls also store to.
         launch_kernel(q, k, v, out, out, lse, *others)
         return out, lse
 
@@ -146,7 +135,8 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
 def _launcher(
     problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, config: Config, known: _OfClass
 ) -> launch.Launcher | None:
-    """Returns the launcher of another call of a known class; None if no tensor map can have its strides."""
+    """Returns the launcher of another call of a known class. Returns None if no tensor map can have its strides, or if
+    Triton would compile again for its numbers."""
     packed = problem.packed
     rows = None if packed else host.keys_end(problem)
     q, k, v = operands[:3]
@@ -170,7 +160,7 @@ def _launcher(
 
 def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
-    mappable = host.mappable(problem, operands, ("q", "k") if widens(problem) else ("q", "k", "v"))
+    mappable = host.mappable(operands, ("q", "k") if widens(problem) else ("q", "k", "v"))
     if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
         return mappable
     return lambda operands: mappable(operands)._replace(bias=_bias_for_maps(operands.bias))
@@ -269,17 +259,17 @@ def specify(
     lse: torch.Tensor | None,
     config: Config,
 ) -> launch.Launch | tuple[launch.Launch, ...]:
-    """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled. For float32
-    it also returns the launches that make parts."""
+    """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled. If launches
+    precede it, returns a tuple that ends with it: they make parts of float32, pack a mask or widen a v of 8 bits."""
     if problem.dtype == "float32":
         ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
         return (*ahead, attend)
     operands = operands._replace(bias=_bias_for_maps(operands.bias))
-    *before, attend, _, _ = _specify_16_bits(problem, gpu, operands, out, lse, config)
+    *before, attend, _, _ = _specify_whole(problem, gpu, operands, out, lse, config)
     return (*before, attend) if before else attend
 
 
-def _specify_16_bits(
+def _specify_whole(
     problem: AttentionProblem,
     gpu: Gpu,
     operands: AnyOperands,
@@ -287,8 +277,8 @@ def _specify_16_bits(
     lse: torch.Tensor | None,
     config: Config,
 ) -> tuple[Any, ...]:
-    """Returns the launch, after those that pack a boolean mask and widen v, if any; then the tensors that maps describe
-    and their maps."""
+    """Returns the launches of a call whose operands are not split into parts: those that pack a boolean mask and widen
+    v, if any, and the attention launch. Then returns the tensors that maps describe, and their maps."""
     _refuse_one_stage(problem, config)
     _refuse_heads(problem, config)
     before, words, mapped = [], None, operands

@@ -14,7 +14,7 @@ Quantized q and k are multiplied in 8 bits, and a quantized v in float16, in whi
     S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
 Products of int8 q and k are summed exactly in int32. The sums start at a number whose bits are those of a float32, so
-that they are read as float32 without a conversion (parts.ZERO_OF_INT8). Factors of q and k are part of softmax_scale,
+that they are read as float32 without a conversion (parts.OFFSET_OF_INT8). Factors of q and k are part of softmax_scale,
 those of v multiply sums over keys (../factors.py).
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1 and
@@ -117,6 +117,7 @@ def hopper_flash_fwd_kernel(
     k_full = barriers(STAGES)
     v_full = barriers(STAGES)
     if NAMED_BARRIERS:
+        # Named barriers replace `empty`. A field of an aggregate cannot be absent, so `full` is passed again.
         k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
         v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, v_full, STAGES, FREE_BARRIERS + STAGES, PARTS)
     else:

@@ -1,7 +1,9 @@
 """Boolean masks and biases of the Hopper forward: how they change scores, and how hidden values stay without effect.
 
-The mask is packed into words (prepass/mask_bits.py); the bias is read as it is. Both are plain loads that overlap with
-the product of queries and keys.
+The mask is packed into words (prepass/mask_bits.py). Plain loads, which overlap with the product of queries and keys,
+read the words, and a bias that is the same for all queries or for all keys. A bias with a number for each score is
+loaded by TMA with the tile of K (`load_bias`). If no tensor map can describe it, the host copies it first
+(`mappable_bias` in ../host.py).
 
 A value that no query of a block sees must have no effect. V goes from global memory to the tensor cores unchanged,
 and a probability of 0 times NaN is NaN. A block whose output is finite is therefore correct. A block whose output is
@@ -31,7 +33,7 @@ from warpwave.kernels.hopper.parts import (
     zero_accumulator,
 )
 from warpwave.kernels.hopper.rows import row_vectors
-from warpwave.kernels.hopper.softmax import in_bits, less_zero, with_values
+from warpwave.kernels.hopper.softmax import in_bits, with_values, without_offset
 from warpwave.kernels.hopper.visible import Keys
 from warpwave.kernels.hopper.words import TILE_KEYS, beside_an_accumulator, hide_words
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, fence_async_shared, gl, jit, tma_load
@@ -232,14 +234,14 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
 
     The first pass over a block and a pass that only hides values compute all tiles alike, so that a repeated block has
     the same bits. The bias is added in natural units, and the factor to bits is then part of the softmax's fused
-    multiply-add. A pass at level FAR adds the bias in bits. The scale is never 0 here (0 * -inf): the host passes the
-    smallest float32 instead.
+    multiply-add. A pass at level FAR adds the bias in bits. The scale is never 0 here, because 0 * -inf is NaN: instead
+    of 0 the host passes 2^-100 (`_after_schedule` in host.py).
     """
     if not is_added(place):
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)
     else:
         beside = place.beside
-        scores = less_zero(scores)
+        scores = without_offset(scores)
         layout: gl.constexpr = scores.type.layout
         scale = rules.scale
         words, bias = ahead
@@ -247,7 +249,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
         rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
         if rules.HAS_SOFTCAP:
-            scores = tanh_of_tile(scores * scale) * rules.softcap_log2
+            scores = tanh_of_tile(scores * scale) * rules.softcap
             scale = 1.0
         if beside.BIAS != "":
             bias = bias.to(gl.float32)
@@ -434,6 +436,7 @@ def keys_seen(tile, place, beside, keys, rules):
     """Returns which keys of a tile some query of the whole block sees, int32 [BLOCK_N]. Every group computes the
     same."""
     layout: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])  # one key per thread
+    # The length of the keys is not used below, so the length of the queries is passed in its place.
     work = scheduler.read(place.box, place.message, place.seqlen_q, place.seqlen_q, False)
     columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
     key = keys.begin + tile * rules.BLOCK_N + columns

@@ -5,7 +5,7 @@ skips tiles that a boolean mask hides entirely from a block.
 """
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.factors import has_values
+from warpwave.kernels.hopper.factors import is_v_quantized
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     bytes_beside,
@@ -76,7 +76,7 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
     box = role.box
     rules = role.rules
     beside = role.beside
-    if is_scaled(rules) or has_values(rules.factors):
+    if is_scaled(rules) or is_v_quantized(rules.factors):
         wait_for_launch_before(32)
     n = 0  # tiles of K and V loaded so far
     messages = 0
@@ -92,7 +92,7 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
             level = gl.to_tensor(0)
             answers = (known < messages - 1) | ((known < messages) & (t >= schedule.num_tiles))
             if answers:
-                level, tile, batch, head = scheduler.asked_again(box, known)
+                level, tile, batch, head = scheduler.wait_for_request(box, known)
                 is_work = level != 0
                 zero = gl.to_tensor(0)
                 work = scheduler.Work(tile, batch, head, zero, schedule.seqlen_q, zero, schedule.seqlen_k)
@@ -112,9 +112,9 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
             messages += 1
         if is_added(beside):
             if not answers:
-                t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
+                t = scheduler.draw(counter_ptr, schedule.num_tiles)
         else:
-            t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
+            t = scheduler.draw(counter_ptr, schedule.num_tiles)
     drain(role.k_ring, n)
     drain(role.v_ring, n)
     zero = gl.to_tensor(0)
@@ -128,7 +128,7 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
 
 @jit
 def is_more(t, num_tiles, known, messages, beside):
-    """Returns whether the producer has a tile to load, or may yet be asked to repeat one."""
+    """Returns whether the producer has a tile to load, or a consumer may still request that it repeat a block."""
     if is_added(beside):
         return (t < num_tiles) | (known < messages)
     else:

@@ -160,7 +160,7 @@ def bind(
     """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
     allocate = arguments.allocator(problem, operands.q)
-    mappable = host.mappable(problem, operands)
+    mappable = host.mappable(operands)
     first = mappable(operands)
     out, lse = allocate(out)
     spec = specify(problem, current_gpu(out.device), first, out, lse, config)

@@ -215,7 +215,7 @@ def producer(
             load_values(v_ring_0, v_ring_1, v_map, n_v, batch, kv_head, key + begin * KEYS, column, widths)
             n_v += count_of(widths.V_CHUNKS, 0)
             messages += 1
-        t = scheduler.draw(counter_ptr, t, schedule.num_tiles)
+        t = scheduler.draw(counter_ptr, schedule.num_tiles)
     zero = gl.to_tensor(0)
     none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
     scheduler.post(box, messages, none, rules.IS_VARLEN)
