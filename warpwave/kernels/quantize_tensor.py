@@ -303,8 +303,9 @@ def by_triton(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, to
     tokens = int(source.granularity) if source.is_block else TOKENS
     blocks = -(-source.seqlen // tokens)
     signs = _tile_of_signs(rotation_block(x.shape[-1]), x.dtype, device) if source.rotate else None
-    shape = (source.batch, heads, blocks) if source.is_block else (source.batch, heads)
-    shape = () if source.granularity == "tensor" else shape
+    shape: tuple[int, ...] = (source.batch, heads, blocks) if source.is_block else (source.batch, heads)
+    if source.granularity == "tensor":
+        shape = ()
     if not blocks * heads * source.batch:
         return out, torch.ones(shape, dtype=torch.float32, device=device)
     factor = torch.empty(shape, dtype=torch.float32, device=device)
