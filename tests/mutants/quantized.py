@@ -43,6 +43,12 @@ QUANTIZED = [
         "test_quantized.py::test_quantize_then_attend_is_close_to_the_original", "options1", "assert ",
     ),
     Mutant(
+        "quantize: a sequence of one block has no factor", "kernels/quantize_tensor.py",
+        "mask=block == 0", "mask=block == 1",
+        "../kernels/test_quantize.py::test_the_launch_agrees_with_torch", "dtype2-head-True-1.0-True",
+        "AssertionError",
+    ),
+    Mutant(
         "8-bit cache: the factor of a page's first token for all", SPLIT,
         "factors_of_cells(descales.v, page, cells, kv_head)", "factors_of_cells(descales.v, page, cells * 0, kv_head)",
         "test_quantized_cache.py::test_decode", "int8 and token and split_kv", "FAIL B2 RMS of out",
