@@ -239,7 +239,7 @@ CACHE = [
         "tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + item + 1), begin), total)",
         "tl.minimum(tl.load(cu_seqlens_ptr + item + 1), total)",
         "test_paged_bad_input.py::test_any_numbers_unchecked_stay_inside_the_tensors", "split_kv-False",
-        "a guard region was written",
+        "int32 overflows",
     ),
     Mutant(
         "queries beyond the table of angles let through", "cached_calls.py",

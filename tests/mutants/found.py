@@ -8,7 +8,7 @@ FOUND = [
     Mutant(
         "tiles of K and V of two swizzles share a buffer", "kernels/arguments.py",
         "if gpu.capability == 90 and block_m >= WGMMA_ROWS:", "if gpu.capability == 0 and block_m >= WGMMA_ROWS:",
-        "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "mixed_descriptors",
+        "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "unwritten_registers",
     ),
     Mutant(
         "V narrower than an int8 K shares its buffer", "kernels/arguments.py",
