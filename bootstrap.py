@@ -13,7 +13,6 @@ them. The addresses in this file are PyTorch's, for builds that exist nowhere el
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -31,7 +30,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 10)
-MADE_BY = "warpwave-made-by.txt"  # in the environment: the interpreter that made it
 EXTRAS = ("workbench", "demo", "integrations", "test", "lint", "docs")
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -297,9 +295,10 @@ def outer_python(venv: Path) -> Path | None:
     """
     if not venv.is_dir() or not venv.samefile(sys.prefix):
         return None
-    with contextlib.suppress(OSError):
-        if (made_by := Path((venv / MADE_BY).read_text().strip())).is_file():
-            return made_by
+    config = venv / "pyvenv.cfg"
+    made_by = re.search(r"^command = (.+?) -m venv ", config.read_text() if config.exists() else "", re.MULTILINE)
+    if made_by and Path(made_by[1]).is_file():
+        return Path(made_by[1])
     raise SetupError(f"this Python belongs to {venv} itself, which is to be set up. Deactivate it and run this again.")
 
 
@@ -325,7 +324,6 @@ def make_venv(venv: Path, host_site: str | None) -> str:
             ).create(venv)
         except (OSError, subprocess.CalledProcessError) as error:
             raise SetupError(f"making {venv} failed: {error}") from None
-    (venv / MADE_BY).write_text(f"{sys.executable}\n")
     if host_site is not None and sys.prefix != sys.base_prefix:
         # The running Python is itself an environment, so system site packages would be those of its base.
         (site_packages(venv) / "_warpwave_host.pth").write_text(host_site + "\n")

@@ -81,11 +81,22 @@ class Point(NamedTuple):
         return 4 * self.batch * WIDTH * self.seqlen**2 / (2 if self.causal else 1)
 
 
+def wide_operands(head_dim: int, batch: int, seqlen: int) -> list[torch.Tensor]:
+    """Returns q, k and v in bfloat16, the same at every call."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, seqlen, WIDTH // head_dim, head_dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+
+
+def options_of(way: str, block: int) -> dict[str, Any]:
+    """Returns the options with which `quantize` makes a way's tensors; block 0 stands for factors of heads."""
+    dtype, dtype_v = WAYS[way]
+    return {"dtype": dtype, "dtype_v": dtype_v, "granularity": block or "head"}
+
+
 def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
     """Returns the calls of a point, by name."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (at.batch, at.seqlen, WIDTH // at.head_dim, at.head_dim)
-    wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+    wide = wide_operands(at.head_dim, at.batch, at.seqlen)
     found: dict[str, Any] = {
         SIXTEEN_BITS: partial(attention, *wide, causal=at.causal, kernel=flash_fwd.NAME),
         CUDNN: partial(by_cudnn, *wide, causal=at.causal),
@@ -94,8 +105,7 @@ def contenders(at: Point) -> dict[str, Callable[[], torch.Tensor]]:
         q, k, v = wide
         found[SAGE] = partial(by_sage, q, k.clone(), v, causal=at.causal)  # it changes k
     for way in at.ways:
-        dtype, dtype_v = WAYS[way]
-        asked: dict[str, Any] = {"dtype": dtype, "dtype_v": dtype_v, "granularity": at.block or "head"}
+        asked = options_of(way, at.block)
         narrow = quantize(*wide, **asked).arguments()
         problem = describe_call(QuantizedOperands(**narrow), Options(causal="bottom_right" if at.causal else ""))
         configs = flash_fwd.configs(problem, current_gpu(torch.device("cuda")))

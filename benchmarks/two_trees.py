@@ -1,12 +1,12 @@
 """Times another tree of the package beside this one, in one process, and compares results and speeds.
 
     git worktree add FOLDER COMMIT
-    PYTHONPATH=. python -m benchmarks.two_trees FOLDER RECORD [--suites forward decode] [--quantized] [--host]
+    PYTHONPATH=. python -m benchmarks.two_trees FOLDER RECORD [--suites forward quantized]
         [--only TEXT] [--rounds 6] [--seconds 300]
 
 The other tree is imported from a copy in which it has another name. Both trees get the same tensors and take turns in
-every round. `--suites` names suites of `bench`; `--quantized` adds float8 and int8 calls, `--host` the host's time of
-calls of the suite `host`. "Speed" is the time of the other tree over the time of this one. The record is written after
+every round. `--suites` names suites of `bench`, and "quantized" for float8 and int8 calls. For the suite `host`, the
+host's time is measured. "Speed" is the time of the other tree over the time of this one. The record is written after
 each row.
 """
 
@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import warpwave
-from benchmarks.quantized_beside_16_bits import HEAD_DIMS, SIZES, WAYS, WIDTH
+from benchmarks.quantized_beside_16_bits import HEAD_DIMS, SIZES, WAYS, options_of, wide_operands
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.inputs import call_arguments, make_operands
@@ -43,7 +43,8 @@ from warpwave.workbench.output_files import write_whole
 
 OTHER = "warpwave_before"
 THIS_TREE, OTHER_TREE = "this tree", "other tree"
-SUITES = ("forward", "masks", "decode", "decode_paged", "tiny", "float32", "large_head_dim", "varlen")
+HOST, QUANTIZED = "host", "quantized"
+SUITES = ("forward", "masks", "decode", "decode_paged", "tiny", "float32", "large_head_dim", "varlen", HOST)
 MOST_DIFFERENCE = 0.01  # of two results, relative to the root mean square of the other tree's
 Call = Callable[[], torch.Tensor]
 
@@ -55,14 +56,13 @@ class Row:
     Attributes:
         suite, case: its name.
         make: returns the call of a tree's package. It makes the tensors, the same for both.
-        hot, is_host: how it is timed.
+        hot: whether its tensors may stay in L2.
     """
 
     suite: str
     case: str
     make: Callable[[Any], Call]
     hot: bool = False
-    is_host: bool = False
 
 
 def copied(folder: Path, place: Path) -> None:
@@ -96,11 +96,7 @@ def of_problem(problem: AttentionProblem, package: Any) -> Call:
 @lru_cache(1)
 def narrow(head_dim: int, batch: int, seqlen: int, way: str, block: int) -> dict[str, Any]:
     """Returns the tensors of a quantized call, by the names of arguments."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (batch, seqlen, WIDTH // head_dim, head_dim)
-    wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
-    dtype, dtype_v = WAYS[way]
-    return warpwave.quantize(*wide, dtype=dtype, dtype_v=dtype_v, granularity=block or "head").arguments()
+    return warpwave.quantize(*wide_operands(head_dim, batch, seqlen), **options_of(way, block)).arguments()
 
 
 def quantized(sizes: tuple[Any, ...], causal: bool, package: Any) -> Call:
@@ -108,37 +104,43 @@ def quantized(sizes: tuple[Any, ...], causal: bool, package: Any) -> Call:
     return partial(package.attention, **narrow(*sizes), causal=causal)
 
 
-def rows(suites: list[str], has_quantized: bool, has_host: bool, only: str) -> Iterator[Row]:
+def rows(suites: Sequence[str], only: str) -> Iterator[Row]:
     """Yields the rows whose names contain `only`."""
-    for name in [*suites, *(["host"] if has_host else [])]:
-        for case in load_suite(name).cases:
-            if only in case.name:
-                yield Row(name, case.name, partial(of_problem, case.problem), case.hot is True, name == "host")
-    for block, way, head_dim, size, causal in (
-        product((0, 128), WAYS, HEAD_DIMS, SIZES, (False, True)) if has_quantized else ()
-    ):
+    for suite in suites:
+        of_suite = quantized_rows() if suite == QUANTIZED else rows_of_bench(suite)
+        yield from (row for row in of_suite if only in row.case)
+
+
+def rows_of_bench(suite: str) -> Iterator[Row]:
+    """Yields the cases of a suite of `bench`."""
+    for case in load_suite(suite).cases:
+        yield Row(suite, case.name, partial(of_problem, case.problem), case.hot is True)
+
+
+def quantized_rows() -> Iterator[Row]:
+    """Yields float8 and int8 calls, with factors of heads and of blocks."""
+    for block, way, head_dim, size, causal in product((0, 128), WAYS, HEAD_DIMS, SIZES, (False, True)):
         batch, seqlen = size
         name = f"d{head_dim} {batch}x{seqlen} {way}{' causal' * causal}{' blocks' * bool(block)}"
-        if only in name:
-            yield Row("quantized", name, partial(quantized, (head_dim, batch, seqlen, way, block), causal))
+        yield Row(QUANTIZED, name, partial(quantized, (head_dim, batch, seqlen, way, block), causal))
 
 
 def compile_one(row: Row) -> str:
-    """Calls a row once in both trees, which leaves their code in Triton's cache; returns what fails."""
+    """Calls a row once in both trees, which leaves their code in Triton's cache. Returns what failed, or ""."""
     try:
         for package in (warpwave, importlib.import_module(OTHER)):
             row.make(package)()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{row.suite}, {row.case}: {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
 def compile_all(found: list[Row]) -> list[str]:
-    """Compiles the rows in as many processes as there are cores; returns what fails."""
+    """Compiles the rows in as many processes as there are cores; returns what `compile_one` returns for each."""
     # Forked before this process has a context of the GPU. More processes would not fit its memory.
     with multiprocessing.get_context("fork").Pool(min(14, os.cpu_count() or 1)) as pool:
-        return [failure for failure in pool.map(compile_one, found, chunksize=1) if failure]
+        return pool.map(compile_one, found, chunksize=1)
 
 
 def measure(row: Row, rounds: int) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def measure(row: Row, rounds: int) -> dict[str, Any]:
     new, old = (call().float() for call in calls.values())
     difference = ((new - old).square().mean() / old.square().mean()).sqrt().item()
     timed: dict[str, Samples]
-    if row.is_host:
+    if row.suite == HOST:
         timed = host_time_interleaved(calls, device="cuda", rounds=rounds)
     else:
         timed = time_interleaved(calls, device="cuda", rounds=rounds, flush_l2=not row.hot, warmup_s=0.05)
@@ -181,8 +183,6 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="the other tree")
     parser.add_argument("record", type=Path)
     parser.add_argument("--suites", nargs="*", default=SUITES)
-    parser.add_argument("--quantized", action="store_true")
-    parser.add_argument("--host", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=300.0)
@@ -191,17 +191,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         copied(args.folder, Path(place))
         sys.path.insert(0, place)
-        all_rows = list(rows(args.suites, args.quantized, args.host, args.only))
-        failures = compile_all(all_rows)
-        print(
-            "\n".join([*failures, f"{len(all_rows)} rows compiled after {time.monotonic() - begin:.0f} s"]), flush=True
-        )
+        all_rows = list(rows(args.suites, args.only))
+        failures = {row: failure for row, failure in zip(all_rows, compile_all(all_rows), strict=True) if failure}
+        for row, failure in failures.items():
+            print(f"{row.suite}, {row.case}: {failure}")
+        print(f"{len(all_rows)} rows compiled after {time.monotonic() - begin:.0f} s", flush=True)
         found: list[dict[str, Any]] = []
         for row in all_rows:
             if time.monotonic() - begin > args.seconds:
-                print(f"{len(all_rows) - len(found)} rows were not timed: --seconds {args.seconds:g}")
+                print(f"{len(all_rows) - len(failures) - len(found)} rows were not timed: --seconds {args.seconds:g}")
                 break
-            if any(failure.startswith(f"{row.suite}, {row.case}: ") for failure in failures):
+            if row in failures:
                 continue
             found.append(measure(row, args.rounds))
             print("{suite}, {case}: {speed:.3f}".format(**found[-1]), flush=True)

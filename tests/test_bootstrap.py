@@ -273,10 +273,11 @@ def test_the_environment_itself_leaves_the_work_to_the_python_that_made_it(
 ) -> None:
     venv, outer = tmp_path / "venv", tmp_path / "python"
     bootstrap.make_venv(venv, None)
-    assert (venv / bootstrap.MADE_BY).read_text().strip() == sys.executable
     outer.write_text('#!/bin/sh\necho "$@"\nexit 7\n')
     outer.chmod(outer.stat().st_mode | stat.S_IXUSR)
-    (venv / bootstrap.MADE_BY).write_text(f"{outer}\n")
+    config = venv / "pyvenv.cfg"
+    assert f"command = {sys.executable} -m venv " in config.read_text()
+    config.write_text(config.read_text().replace(f"command = {sys.executable} ", f"command = {outer} "))
     command = [str(bootstrap.venv_python(venv)), bootstrap.__file__, "--venv", str(venv), "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == command[1:]

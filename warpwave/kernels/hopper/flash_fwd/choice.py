@@ -136,11 +136,6 @@ class Call:
         64."""
         return self.rows_per_sm(block_m) > 1.2 * self.rows_per_sm(64)
 
-    @cached_property
-    def is_unbalanced_at_192(self) -> bool:
-        """Returns whether blocks of 192 rows do not balance over the SMs. Several rows of a table read it."""
-        return self.is_unbalanced(192)
-
     @property
     def has_rows_between_sectors(self) -> bool:
         """Returns whether a row of K or V has 48, 80, 112 or more bytes in 16 bits, so that not all rows start at a
@@ -326,7 +321,7 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim 24, 40 or 56, or such a head_dim_v, dense, a causal mask and at most 2,048 keys a query, or at most "
         "a causal mask and blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_bare and c.has_rows_between_sectors and (c.sees_few_keys or c.is_unbalanced_at_192),
+        lambda c: c.is_bare and c.has_rows_between_sectors and (c.sees_few_keys or c.is_unbalanced(192)),
         (Config(128, 128, 3),),
         "1.05 to 1.66 times as fast as blocks of 64 queries in 16 calls on an H100, 0.97 at 64 x 64 on 2,048 keys",
         BETWEEN_SECTORS,
@@ -358,7 +353,7 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim up to 64, 16 bits, no mask or bias, over twice as many keys as queries, blocks of 192 queries do not "
         "balance over the SMs, those of 128 do",
-        lambda c: c.is_chunk and c.is_unbalanced_at_192 and c.rows_per_sm(128) <= c.rows_per_sm(64),
+        lambda c: c.is_chunk and c.is_unbalanced(192) and c.rows_per_sm(128) <= c.rows_per_sm(64),
         (Config(128, 128, 3),),
         "0.97 to 1.31 times as fast as blocks of 64 queries in 12 chunks on an H100, 16 x 32 on 2,048 keys to 4 x 128 "
         "on 8,192",
@@ -366,7 +361,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule(
         "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_unbalanced_at_192,
+        lambda c: c.is_unbalanced(192),
         (Config(64, 128, 2, 2),),
         "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97",
         TUNING,
@@ -469,7 +464,7 @@ RULES_OF_QUANTIZED: tuple[Rule[Config], ...] = (
     Rule(
         "quantized, head_dim up to 64, at most 1,024 keys a query, or 2,048 with a causal mask or window, or blocks of "
         "192 queries do not balance over the SMs",
-        lambda c: c.sees_few_keys or c.reach <= 1024 or c.is_unbalanced_at_192,
+        lambda c: c.sees_few_keys or c.reach <= 1024 or c.is_unbalanced(192),
         (Config(64, 64, 3, 3),),
         "at 16 x 1024 1.02 to 1.20 times as fast as 192 x 128, causal 1.24 to 1.36; unbalanced blocks were not "
         "measured",

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from warpwave.problem import AttentionProblem, Band, Operands
-from warpwave.workbench.bench.peers.peer import PeerUnavailable, Prepared, refuse_cpu, refuse_features
+from warpwave.workbench.bench.peers.peer import (
+    PeerUnavailable,
+    Prepared,
+    refuse_cpu,
+    refuse_features,
+    with_four_axes,
+)
 
 MASK_PAIRS = 1 << 31  # above this the full mask would not fit in memory; a compiled block mask does not need it
 
@@ -34,8 +40,9 @@ def flex_attention(problem: AttentionProblem, operands: Operands) -> Prepared:
     if visible is not None:
         pairs = q.shape[2] * k.shape[2]
         create = create_block_mask if pairs <= MASK_PAIRS else torch.compile(create_block_mask)
-        batch, heads = _sizes(operands.mask)[:2] if operands.mask is not None else (1, 1)
-        block_mask = create(visible, _many(batch), _many(heads), q.shape[2], k.shape[2], device=q.device)
+        sizes = (1, 1) if operands.mask is None else with_four_axes(operands.mask).shape[:2]
+        batch, heads = (size if size > 1 else None for size in sizes)  # None: the same for all
+        block_mask = create(visible, batch, heads, q.shape[2], k.shape[2], device=q.device)
     call = partial(
         _compiled(problem),
         q,
@@ -79,22 +86,12 @@ def visible_pairs(problem: AttentionProblem, operands: Operands) -> Visible | No
     return visible
 
 
-def _sizes(x: Tensor) -> tuple[int, ...]:
-    """Returns the sizes of a mask or a bias with axes of batch, head, query and key."""
-    return (1,) * (4 - x.dim()) + tuple(x.shape)
-
-
-def _many(size: int) -> int | None:
-    return size if size > 1 else None
-
-
 def _reader(x: Tensor) -> Visible:
     """Returns a function that reads a mask or a bias, whose axes of size 1 are the same for all."""
-    sizes = _sizes(x)
-    whole = x.detach().view(sizes)
+    whole = with_four_axes(x.detach())
 
     def at(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return whole[tuple(i if size > 1 else i - i for i, size in zip((b, h, q, k), sizes, strict=True))]
+        return whole[tuple(i if size > 1 else i - i for i, size in zip((b, h, q, k), whole.shape, strict=True))]
 
     return at
 

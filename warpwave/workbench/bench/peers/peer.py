@@ -67,6 +67,11 @@ def refuse_features(problem: AttentionProblem, supported: Collection[str] = ()) 
         raise PeerUnavailable(f"not compared on {', '.join(refused)}")
 
 
+def with_four_axes(x: Tensor) -> Tensor:
+    """Returns a mask or a bias as (batch, head, query, key); axes that it lacks have size 1."""
+    return x[(None,) * (4 - x.dim())]
+
+
 def refuse_cpu(operands: Operands | CachedOperands) -> None:
     """Raises `PeerUnavailable` for CPU tensors."""
     if operands.q.device.type == "cpu":

@@ -14,7 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpwave.problem import AttentionProblem, Operands
-from warpwave.workbench.bench.peers.peer import PeerUnavailable, Prepared, refuse_cpu, refuse_features
+from warpwave.workbench.bench.peers.peer import (
+    PeerUnavailable,
+    Prepared,
+    refuse_cpu,
+    refuse_features,
+    with_four_axes,
+)
 
 MATH_SCORE_BYTES = 4 << 30  # limit of the scores in memory
 
@@ -81,7 +87,7 @@ def attn_mask(problem: AttentionProblem, operands: Operands) -> Tensor | None:
     else:
         assert mask is not None
         added = mask
-    return added[(None,) * (4 - added.dim())]
+    return with_four_axes(added)
 
 
 def varlen(problem: AttentionProblem, operands: Operands) -> Prepared:
