@@ -323,8 +323,9 @@ def test_memory_is_flat_over_many_lengths(card: Card, monkeypatch: pytest.Monkey
     used(range(1000, 1100))
     tracemalloc.start()
     try:
-        first = used(range(1100, 1300))
-        assert used(range(1300, 2100)) < first + 150_000, (
+        first, second, third = (used(lengths) for lengths in (range(1100, 1300), range(1300, 2100), range(2100, 2900)))
+        # Objects of earlier tests may come and go in one of the two, a leak is in both.
+        assert min(second - first, third - second) < 150_000, (
             "a hundred bytes a length and call would be 1,600 times as many"
         )
     finally:

@@ -111,7 +111,6 @@ def quantize_kernel(
     x_ptr, out_ptr = x_tensor.ptr, out_tensor.ptr
     of_head = batch * factor.stride_b + head * factor.stride_h
     if MODE == "found":
-        # The bits of positive numbers are ordered like the numbers.
         unit = factor_of(tl.load(bits_ptr + of_head).to(tl.float32, bitcast=True), LARGEST, SMALLEST)
         tl.store(factor.ptr + of_head, unit, mask=block == 0)
     if IS_VARLEN:
@@ -148,6 +147,7 @@ def quantize_kernel(
         else:
             largest = tl.max(magnitudes)
         if MODE == "magnitude":
+            # The bits of positive numbers are ordered like the numbers.
             tl.atomic_max(bits_ptr + of_head, largest.to(tl.int32, bitcast=True))
             return
         unit = factor_of(largest, LARGEST, SMALLEST)
