@@ -5,6 +5,7 @@
 Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
     both      the same calls, forward and backward together
+    between   backward alone, 16 heads: 192/128, 160, 192, 136 x the same
     drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
     features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
     biases    backward with a bias for each score of a head, without and with its gradient
@@ -147,8 +148,10 @@ def inputs(row: Row) -> Inputs:
     return Inputs(tuple(t.requires_grad_() for t in leaves), dout, offsets, beside)
 
 
-def ours(row: Row, given: Inputs, deterministic: bool = False) -> Callable[[], torch.Tensor]:
-    """Returns our forward."""
+def ours(
+    row: Row, given: Inputs, deterministic: bool = False, package: Any = warpwave
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """Returns our forward; `package` may be that of another tree."""
     q, k, v = given.leaves[:3]
     options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap, "precision": row.precision}
     options["deterministic"] = deterministic
@@ -157,10 +160,10 @@ def ours(row: Row, given: Inputs, deterministic: bool = False) -> Callable[[], t
     if given.offsets is not None:
         ends, longest = given.offsets, max(row.documents)
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        return lambda: warpwave.attention_varlen(q, k, v, **options)
+        return lambda: package.attention_varlen(q, k, v, **options)
     if row.beside:
         options["bias" if row.beside in BIASES else "mask"] = given.beside
-    return lambda: warpwave.attention(q, k, v, **options)
+    return lambda: package.attention(q, k, v, **options)
 
 
 def peers(row: Row, given: Inputs) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
@@ -297,6 +300,12 @@ def table() -> list[Row]:
     return [Row(d, b, n, causal) for d in (64, 128, 256) for b, n in SHAPES for causal in (False, True)]
 
 
+def between() -> list[Row]:
+    """Returns calls whose rows of Q and K, or of all tensors, have 136 to 192 columns."""
+    dims = ((192, 128), (160, 160), (192, 192), (136, 136))
+    return [Row(d, b, n, causal, 16, 16, v) for d, v in dims for b, n in SHAPES for causal in (False, True)]
+
+
 def drawn(seed: str) -> list[Row]:
     """Returns drawn shapes, to which no rule can have been fitted."""
     draw = random.Random(seed)
@@ -377,14 +386,14 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    names = ("rows", "both", "drawn", "features", "biases", "steps")
+    names = ("rows", "both", "between", "drawn", "features", "biases", "steps")
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
     asked = parser.parse_args()
     seed = asked.seed or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     record: dict[str, Any] = {"seed": seed, "environment": environment.describe("cuda")}
-    groups = {"rows": table(), "both": table(), "drawn": drawn(seed), "features": features(), "biases": biases()}
+    groups = {"rows": table(), "both": table(), "between": between(), "drawn": drawn(seed), "features": features(), "biases": biases()}
     for name in asked.groups:
         if name == "steps":
             record[name] = whole_steps(asked.rounds)

@@ -1,11 +1,12 @@
 """Times another tree of the package beside this one, in one process, and compares results and speeds.
 
     git worktree add FOLDER COMMIT
-    PYTHONPATH=. python -m benchmarks.two_trees FOLDER RECORD [--suites forward quantized]
+    PYTHONPATH=. python -m benchmarks.two_trees FOLDER RECORD [--suites forward quantized gradients]
         [--only TEXT] [--rounds 6] [--seconds 300]
 
 The other tree is imported from a copy in which it has another name. Both trees get the same tensors and take turns in
-every round. `--suites` names suites of `bench`, and "quantized" for float8 and int8 calls. For the suite `host`, the
+every round. `--suites` names suites of `bench`, "quantized" for float8 and int8 calls, and "gradients" for the backward
+alone. For the suite `host`, the
 host's time is measured. "Speed" is the time of the other tree over the time of this one. The record is written after
 each row.
 """
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 import warpwave
+from benchmarks import gradients
 from benchmarks.quantized_beside_16_bits import HEAD_DIMS, SIZES, WAYS, options_of, wide_operands
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
@@ -43,10 +45,10 @@ from warpwave.workbench.output_files import write_whole
 
 OTHER = "warpwave_before"
 THIS_TREE, OTHER_TREE = "this tree", "other tree"
-HOST, QUANTIZED = "host", "quantized"
+HOST, QUANTIZED, GRADIENTS = "host", "quantized", "gradients"
 SUITES = ("forward", "masks", "decode", "decode_paged", "tiny", "float32", "large_head_dim", "varlen", HOST)
 MOST_DIFFERENCE = 0.01  # of two results, relative to the root mean square of the other tree's
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]  # returns a tensor, or a tuple of gradients
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,23 @@ def quantized(sizes: tuple[Any, ...], causal: bool, package: Any) -> Call:
     return partial(package.attention, **narrow(*sizes), causal=causal)
 
 
+@lru_cache(1)
+def inputs_of(row: gradients.Row) -> gradients.Inputs:
+    """Returns the tensors of a call with gradients."""
+    return gradients.inputs(row)
+
+
+def backward(row: gradients.Row, package: Any) -> Call:
+    """Returns the backward of a tree's package."""
+    given = inputs_of(row)
+    return gradients.backward(gradients.ours(row, given, package=package), given)
+
+
 def rows(suites: Sequence[str], only: str) -> Iterator[Row]:
     """Yields the rows whose names contain `only`."""
+    apart = {QUANTIZED: quantized_rows, GRADIENTS: gradient_rows}
     for suite in suites:
-        of_suite = quantized_rows() if suite == QUANTIZED else rows_of_bench(suite)
+        of_suite = apart[suite]() if suite in apart else rows_of_bench(suite)
         yield from (row for row in of_suite if only in row.case)
 
 
@@ -123,6 +138,18 @@ def quantized_rows() -> Iterator[Row]:
         batch, seqlen = size
         name = f"d{head_dim} {batch}x{seqlen} {way}{' causal' * causal}{' blocks' * bool(block)}"
         yield Row(QUANTIZED, name, partial(quantized, (head_dim, batch, seqlen, way, block), causal))
+
+
+def gradient_rows() -> Iterator[Row]:
+    """Yields the backward of the 18 rows of `benchmarks.gradients`, and of head sizes from 136 to 192."""
+    for row in (*gradients.table(), *gradients.between()):
+        yield Row(GRADIENTS, row.name, partial(backward, row))
+
+
+def flat(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Returns all numbers of a call's results."""
+    tensors = (result,) if isinstance(result, torch.Tensor) else result
+    return torch.cat([tensor.flatten().float() for tensor in tensors])
 
 
 def compile_one(row: Row) -> str:
@@ -149,7 +176,7 @@ def measure(row: Row, rounds: int) -> dict[str, Any]:
         name: row.make(package)
         for name, package in ((THIS_TREE, warpwave), (OTHER_TREE, importlib.import_module(OTHER)))
     }
-    new, old = (call().float() for call in calls.values())
+    new, old = (flat(call()) for call in calls.values())
     difference = ((new - old).square().mean() / old.square().mean()).sqrt().item()
     timed: dict[str, Samples]
     if row.suite == HOST:

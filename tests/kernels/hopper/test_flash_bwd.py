@@ -39,6 +39,14 @@ GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if nam
 }
 
 
+# Rows of more than 128 columns in the joint launch, without what these calls leave to launches apart.
+IN_TWO_PIECES: dict[str, Any] = {
+    name: values for name, values in GRID.items() if name not in ("mask", "bias", "softcap", "dropout")
+} | {
+    "dims": ((192, 128), (160, 160), (136, 136), (128, 192), (192, 64), (176, 112), (96, 160), (144, 152), (24, 168)),
+}
+
+
 # In float32, of every head size up to 128, without what these launches refuse.
 IN_FLOAT32: dict[str, Any] = {
     name: values for name, values in GRID.items() if name not in ("mask", "bias", "softcap", "sinks")
@@ -89,6 +97,17 @@ def test_gates(case: Case, data: Data, config: int) -> None:
     dout, dlse = upstream(call)
     references = backward_references(call.problem, call.operands, dout, dlse)
     verdict = judge_backward(call.problem, references, gradients(call, dout, dlse, config))
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("data", DATA_SETS)
+@pytest.mark.parametrize("case", cases.pairwise(IN_TWO_PIECES), ids=str)
+def test_gates_in_two_pieces(case: Case, data: Data) -> None:
+    call = cases.build(case, data, DEVICE)
+    assert flash_bwd.configs(call.problem, GPU)[0].is_joint
+    dout, dlse = upstream(call)
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    verdict = judge_backward(call.problem, references, gradients(call, dout, dlse))
     assert verdict.passed, str(verdict)
 
 
@@ -147,7 +166,7 @@ def test_float32_gradients_repeat_bit_for_bit(dims: tuple[int, int], features: s
 @pytest.mark.parametrize("features", REPEATED)
 @pytest.mark.parametrize(
     ("dims", "config"),
-    [((64, 64), 0), ((128, 128), 0), ((64, 64), 1), ((192, 128), 0), ((256, 256), 0)],
+    [((64, 64), 0), ((128, 128), 0), ((64, 64), 1), ((192, 128), 0), ((192, 128), 1), ((160, 160), 0), ((256, 256), 0)],
     ids=str,
 )
 def test_gradients_repeat_bit_for_bit(dims: tuple[int, int], config: int, features: str) -> None:

@@ -13,7 +13,10 @@ from warpwave.kernels.rules import Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
-MAX_JOINT = 128  # above it, dQ, dK and dV of a tile do not fit the registers of two warpgroups
+ONE_TILE = 128  # columns of a row that the joint launch loads as one piece
+# Columns of dK and dV of a row of keys in the joint launch: beside those of 320, dQ and scores still fit the registers
+# of two warpgroups.
+MAX_JOINT = 320
 MAX_SPLIT = 128  # in float32: above it, the parts of a block's tiles do not fit shared memory
 # In float32. With 3 keys, and at head_dim 1, an H200 was less accurate than the gates allow (docs/notes/float32.md).
 MIN_SPLIT = 8
@@ -57,23 +60,63 @@ class Config:
         return 2 * GROUP_ROWS if self.is_joint else GROUP_ROWS
 
 
-def width(problem: AttentionProblem) -> int:
-    """Returns the columns of a joint tile: head_dim and head_dim_v padded to 64 or 128 with zeros by the copy
-    engine."""
-    return NARROW if max(problem.head_dim, problem.head_dim_v) <= NARROW else MAX_JOINT
+def tile_pieces(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the pieces in which the joint launch loads a row of Q or K, and one of V or dO. The copy engine pads them
+    with zeros: to 64 or 128 columns, or to 32 or 64 behind the first 128."""
+    narrow = max(problem.head_dim, problem.head_dim_v) <= NARROW
+
+    def pieces_of(dim: int) -> tuple[int, ...]:
+        first = NARROW if narrow else ONE_TILE
+        return (first,) if dim <= ONE_TILE else (first, 32 if dim <= ONE_TILE + 32 else 64)
+
+    return pieces_of(problem.head_dim), pieces_of(problem.head_dim_v)
 
 
-def dq_widths(problem: AttentionProblem, config: Config) -> tuple[int, int]:
-    """Returns the columns of dQ that each warpgroup of the joint launch computes: in steps of 128 queries, all columns
-    of 64 queries; in steps of 64, its share of the columns. At head_dim 65 to 96 padding is left out; at head_dim 64 or
-    less beside a wider V, the second share is padding."""
-    end = next((end for end in (80, 96) if NARROW < problem.head_dim <= end), MAX_JOINT)
-    return NARROW, NARROW if config.block_m == 2 * GROUP_ROWS else end - NARROW
+def product_pieces(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the pieces of columns that products with Q and K, and with V and dO, cover in the joint launch. Where a
+    quarter or more of 128 columns are padding, they are left out (`dq_shares` for dQ)."""
+
+    def pieces_of(dim: int, loaded: tuple[int, ...]) -> tuple[int, ...]:
+        if dim > 96 or loaded[0] < ONE_TILE:
+            return loaded
+        return (64, 32) if dim > 80 else (64, 16) if dim > NARROW else (64,)
+
+    dims = problem.head_dim, problem.head_dim_v
+    of_keys, of_values = (pieces_of(dim, loaded) for dim, loaded in zip(dims, tile_pieces(problem), strict=True))
+    return of_keys, of_values
+
+
+def dq_shares(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the pieces of columns of dQ that each warpgroup of the joint launch computes: in steps of 128 queries,
+    all columns of 64 queries; in steps of 64, its share of the columns: half of the first 128, and half of the piece
+    behind them. At head_dim 65 to 96 padding is left out; at head_dim 64 or less beside a wider V, the second share is
+    padding."""
+    if config.block_m == 2 * GROUP_ROWS:
+        return (NARROW,), (NARROW,)
+    if problem.head_dim > ONE_TILE:
+        half = tile_pieces(problem)[0][1] // 2
+        return (NARROW, half), (NARROW, half)
+    end = next((end for end in (80, 96) if NARROW < problem.head_dim <= end), ONE_TILE)
+    return (NARROW,), (end - NARROW,)
 
 
 def dq_columns(problem: AttentionProblem, config: Config) -> int:
     """Returns the columns of a row of dQ's sums."""
-    return sum(dq_widths(problem, config)) * GROUP_ROWS // config.block_m
+    return sum(map(sum, dq_shares(problem, config))) * GROUP_ROWS // config.block_m
+
+
+def stages_of_dout(problem: AttentionProblem, config: Config) -> int:
+    """Returns the tiles of dO in flight: those of Q, or one in a joint launch whose rows have a second piece."""
+    return config.num_stages if max(map(len, tile_pieces(problem))) == 1 else 1
+
+
+def fits_joint(problem: AttentionProblem) -> bool:
+    """Returns whether dK, dV and dQ of a call with a row of more than 128 columns fit the registers of a joint launch.
+    A mask, a softcap and dropout need more registers, and a tile of a bias more shared memory."""
+    plain = problem.mask_shape is None and problem.bias_shape is None and not problem.softcap and not problem.dropout_p
+    return plain and max(problem.head_dim, problem.head_dim_v) <= 192 and sum(map(sum, product_pieces(problem))) <= (
+        MAX_JOINT
+    )
 
 
 def widths(problem: AttentionProblem) -> tuple[int, int]:
@@ -93,8 +136,14 @@ RULES: tuple[Rule[Config], ...] = (
         "not measured; parts of wider tiles do not fit shared memory at head_dim 128",
     ),
     Rule(
+        "head_dim above 128, at most 320 columns of dK and dV",
+        lambda problem: max(problem.head_dim, problem.head_dim_v) > ONE_TILE and fits_joint(problem),
+        (Config(64, 2), Config(64, 2, is_joint=False)),
+        "not measured",
+    ),
+    Rule(
         "head_dim above 128",
-        lambda problem: max(problem.head_dim, problem.head_dim_v) > MAX_JOINT,
+        lambda problem: max(problem.head_dim, problem.head_dim_v) > ONE_TILE,
         (Config(64, 2, is_joint=False),),
         "not measured; dQ, dK and dV of a tile do not fit the registers of two warpgroups",
     ),
@@ -113,7 +162,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule(
         "head_dim up to 64",
-        lambda problem: width(problem) == NARROW,
+        lambda problem: tile_pieces(problem)[0] == (NARROW,),
         (Config(128, 2), APART),
         "a third stage fits Q alone: 0.97 to 1.00 times as fast",
         GRADIENTS_LOG,
@@ -289,12 +338,14 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Returns the largest shared memory of a block of any launch."""
     size = DTYPE_BYTES[problem.dtype]
     if config.is_joint:
-        columns = width(problem)
-        keys = 2 * config.block_n * columns * size
-        stream = 2 * config.num_stages * config.block_m * (columns * size + 4)
+        of_keys, of_values = map(sum, tile_pieces(problem))
+        keys = config.block_n * (of_keys + of_values) * size
+        queries = config.num_stages * config.block_m * (of_keys * size + 4)
+        dout = stages_of_dout(problem, config) * config.block_m * (of_values * size + 4)
         ds = 2 * config.block_n * config.block_m * size
+        dq = 4 * config.block_m * dq_columns(problem, config)
         bias = config.block_m * config.block_n * bias_bytes(problem)
-        return keys + stream + ds + config.block_m * columns * 4 + bias + 1024
+        return keys + queries + dout + ds + dq + bias + 1024
     cell = bias_bytes(problem)
     return max(smem_of_dkv(problem, config), smem_of_dq(problem, config, steps_of_dq(problem, config, cell), cell))
 

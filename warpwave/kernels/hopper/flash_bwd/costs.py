@@ -8,19 +8,19 @@ from dataclasses import replace
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
 from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
-from warpwave.kernels.hopper.flash_bwd import hidden, joint_steps, split_launch, split_rows, sum_splits
+from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
-    MAX_JOINT,
+    ONE_TILE,
     Config,
     dq_columns,
     group_splits,
     has_hidden_rows,
+    product_pieces,
     smem_bytes,
     smem_of_dkv,
     smem_of_dq,
     steps_of_dq,
-    width,
     widths,
 )
 from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
@@ -42,7 +42,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     sums = 4 * tiles * config.block_m * dq_columns(problem, config) if config.is_joint else 0
     statistics = tiles * (config.block_m * STATISTICS_BYTES + 4 * config.is_joint)  # and counts of turns
     workspace = sums + statistics + 4 * tiles * problem.has_sinks
-    threads = 128 if problem.head_dim_v <= MAX_JOINT else 256
+    threads = 128 if problem.head_dim_v <= ONE_TILE else 256
     first = of_rows(tiles, rows * (2 * size * problem.head_dim_v + 4), statistics, statistics, threads)
     divided, added, ends = _of_splits(problem, config)
     workspace += added
@@ -139,8 +139,7 @@ def _of_mask(problem: AttentionProblem, config: Config) -> Cost:
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
     """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step."""
     columns = dq_columns(problem, config)
-    pieces = (joint_steps.pieces_of(dim, width(problem)) for dim in (problem.head_dim, problem.head_dim_v))
-    columns_k, columns_v = map(sum, pieces)
+    columns_k, columns_v = map(sum, product_pieces(problem))
     walk = _walk_of_keys(_without_mask(problem), config, (columns_k, columns_v))
     scores = walk.steps * config.block_m * config.block_n
     walk = _with_words(walk, problem, scores)

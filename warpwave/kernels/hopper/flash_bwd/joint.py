@@ -1,4 +1,4 @@
-"""The joint launch of dQ, dK and dV, for head_dim up to 128: five products a tile.
+"""The joint launch of dQ, dK and dV: five products a tile.
 
 A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of the heads that
 read them, or of its share of these heads. Scores are computed transposed, keys by queries, so that P and dS are the
@@ -37,7 +37,6 @@ from warpwave.kernels.hopper.flash_bwd.joint_steps import (
     LINE,
     ds_part,
     no_gradient,
-    pieces_of,
     step,
 )
 from warpwave.kernels.hopper.flash_bwd.producer import producer
@@ -65,6 +64,7 @@ from warpwave.kernels.hopper.parts import barriers, buffers, halves_of, matrix, 
 from warpwave.kernels.hopper.rows import zero_tail
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
+    constexpr_function,
     fence_async_shared,
     gl,
     jit,
@@ -83,16 +83,17 @@ class Tiles:
     """Shared memory of a block, and its barriers.
 
     Args:
-        keys, values: K and V of the block's 128 keys, tuples of one; `full` signals that they arrived, `empty` that
+        keys, values: K and V of the block's 128 keys, tuples of pieces; `full` signals that they arrived, `empty` that
             they may be replaced.
         queries, dout: rings of Q with the log-sum-exp, and of dO with delta.
         ds: dS in parts of 64 keys x 64 queries (`ds_part`): of two tiles, so that one barrier a tile suffices. dK and
             dV are stored through it.
         bias: its tiles are of 128 keys, in one stage.
-        dq: each group's share of a tile's dQ, [2, lines, LINE] float32, in `dq_widths` columns. `dq_full` has a barrier
-            for each adding warp and group, `dq_empty` one for each group.
+        dq: each group's share of a tile's dQ, for each piece of `dq_shares` [2, lines, LINE] float32. `dq_full` has a
+            barrier for each adding warp and group, `dq_empty` one for each group.
         box: the producer's messages.
-        pieces, pieces_v: the columns that products with K and Q, and with V and dO, cover (`pieces_of`).
+        dq_shares: the pieces of columns of each group's share (`config.dq_shares`).
+        pieces, pieces_v: the columns that products with K and Q, and with V and dO, cover (`config.product_pieces`).
     """
 
     keys: gl.tuple
@@ -103,11 +104,11 @@ class Tiles:
     dout: Stream
     ds: gl.shared_memory_descriptor
     bias: Bias
-    dq: gl.shared_memory_descriptor
+    dq: gl.tuple
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     box: scheduler.Mailbox
-    dq_widths: gl.constexpr
+    dq_shares: gl.constexpr
     pieces: gl.constexpr
     pieces_v: gl.constexpr
 
@@ -115,12 +116,20 @@ class Tiles:
 # The warps that add dQ ------------------------------------------------------------------------------------------------
 
 
+@constexpr_function
+def lines_of(share, piece=None):
+    """Returns the lines of a piece of a group's share of dQ, or of all pieces."""
+    widths = [int(width) for width in share]
+    return (sum(widths) if piece is None else widths[int(piece)]) * int(GROUP_KEYS) // int(LINE)
+
+
 @jit
 def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules):
     """Adds each group's share of dQ to the sums in memory: of every ADDERS-th tile, from the WARP-th on."""
-    # A copy is as long as the second group's share; the first group's may be a multiple.
-    LINES: gl.constexpr = tiles.dq.shape[1]
+    # A copy is as long as the shortest piece of a share; others are multiples of it.
     COPY: gl.constexpr = dq_map.block_type.shape[0]
+    LINES: gl.constexpr = lines_of(tiles.dq_shares[0])
+    ALL_LINES: gl.constexpr = LINES + lines_of(tiles.dq_shares[1])
     n = 0
     messages = 0
     scheduler.wait_posted(tiles.box, messages)
@@ -148,21 +157,23 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
                 place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
-                line = place * (LINES + COPY)
+                line = place * ALL_LINES
                 rank = rank_of(turns, work.tile, tile, band, rules)
                 if not rules.HAS_MASK:  # noqa: SIM102 (known when compiled, and the other is not)
                     if rank > 0:
                         wait_for_turn(turns.counts_ptr + place, rank)
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(tiles.dq_full.index(WARP * GROUPS + group), (n // ADDERS) & 1)
-                    for copy in gl.static_range(LINES // COPY if group == 0 else 1):
-                        to = line + group * LINES + copy * COPY
-                        share = tiles.dq.index(group).slice(copy * COPY, COPY, dim=0)
-                        if rank == 0:
-                            tma_store(dq_map, [to, 0], share)
-                        else:
-                            tma_add(dq_map, [to, 0], share)
-                tma.store_wait(1)
+                    to = line + group * LINES
+                    for piece in gl.static_range(len(tiles.dq_shares[group])):
+                        for copy in gl.static_range(lines_of(tiles.dq_shares[group], piece) // COPY):
+                            share = tiles.dq[piece].index(group).slice(copy * COPY, COPY, dim=0)
+                            if rank == 0:
+                                tma_store(dq_map, [to, 0], share)
+                            else:
+                                tma_add(dq_map, [to, 0], share)
+                            to += COPY
+                tma.store_wait(lines_of(tiles.dq_shares[1]) // COPY)
                 mbarrier.arrive(tiles.dq_empty.index(0), count=1)
                 tma.store_wait(0)
                 mbarrier.arrive(tiles.dq_empty.index(1), count=1)
@@ -203,17 +214,33 @@ def store_result(
 @jit
 def store_by_map(x, result_map, tiles, batch, head, key, GROUP: gl.constexpr, rules):
     """Stores 64 rows by TMA, which stops at the tensor's end: what a narrow piece leaves of a part is not stored."""
-    if x[0].shape[1] == COLUMNS:
-        parts = x
-    else:
-        parts = halves_of(x[0])
+    parts = columns_by_64(x)
+    for first in gl.static_range(0, len(parts), 2):
+        store_parts(parts[first : first + 2], first * COLUMNS, result_map, tiles, batch, head, key, GROUP, rules)
+
+
+@jit
+def store_parts(parts, column, result_map, tiles, batch, head, key, GROUP: gl.constexpr, rules):
+    """Stores at most two parts of 64 rows, from `column` on, through the parts of dS."""
     tma.store_wait(0)  # the compiler's barrier before the next store to the buffer informs the other warps
     for i in gl.static_range(len(parts)):
         part = matrix(ds_part(tiles, i, GROUP, 0, rules)).slice(0, parts[i].shape[1], dim=1)
         part.store(parts[i].to(result_map.dtype))
     fence_async_shared()
     for i in gl.static_range(len(parts)):
-        tma_store(result_map, [batch, head, key, i * COLUMNS], ds_part(tiles, i, GROUP, 0, rules))
+        tma_store(result_map, [batch, head, key, column + i * COLUMNS], ds_part(tiles, i, GROUP, 0, rules))
+
+
+@jit
+def columns_by_64(x):
+    """Returns the pieces of dK or dV with those of 128 columns halved."""
+    parts = ()
+    for i in gl.static_range(len(x)):
+        if x[i].shape[1] == 2 * COLUMNS:
+            parts = parts + halves_of(x[i])
+        else:
+            parts = parts + (x[i],)
+    return parts
 
 
 @jit
@@ -222,8 +249,10 @@ def zero_keys_behind(tiles, work, rules):
     band = band_of(work, rules)
     keys_used = band.k_end - (band.k_begin + work.tile * rules.BLOCK_N)
     if keys_used < rules.BLOCK_N:
-        zero_tail(tiles.keys[0].index(0), keys_used)
-        zero_tail(tiles.values[0].index(0), keys_used)
+        for i in gl.static_range(len(tiles.keys)):
+            zero_tail(tiles.keys[i].index(0), keys_used)
+        for i in gl.static_range(len(tiles.values)):
+            zero_tail(tiles.values[i].index(0), keys_used)
         fence_async_shared()  # `meet` follows
 
 
@@ -358,9 +387,13 @@ def consumer(
 @jit
 def joint_kernel(
     q_map,
+    q_map_2,
     k_map,
+    k_map_2,
     v_map,
+    v_map_2,
     dout_map,
+    dout_map_2,
     lse_map,
     delta_map,
     dq_map,
@@ -376,21 +409,32 @@ def joint_kernel(
     turns_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
+    STAGES_DOUT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    DQ_WIDTHS: gl.constexpr,
+    PIECES: gl.constexpr,
+    PIECES_V: gl.constexpr,
+    DQ_SHARES: gl.constexpr,
     IS_DETERMINISTIC: gl.constexpr,
 ):
     """Processes blocks of 128 keys of one kv head until the counter is exhausted. Tensor maps have the axes (batch,
-    head, row, column), those of statistics (batch * head, row), that of dQ's sums (line, LINE). In the schedule keys
-    take the place of queries (band.work_on_keys).
+    head, row, column), one for each piece of a row, absent ones None; those of statistics (batch * head, row), that of
+    dQ's sums (line, LINE). In the schedule keys take the place of queries (band.work_on_keys).
     """
     rules = Rules(call_options, of_call(dropout))
     heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
     turns = Turns(turns_ptr, IS_DETERMINISTIC)
     dtype: gl.constexpr = q_map.dtype
-    queries = stream_of((q_map,), lse_map, STAGES, GROUPS)
-    dout = stream_of((dout_map,), delta_map, STAGES, GROUPS)
+    q_maps = present(q_map, q_map_2, None)
+    k_maps = present(k_map, k_map_2, None)
+    v_maps = present(v_map, v_map_2, None)
+    dout_maps = present(dout_map, dout_map_2, None)
+    queries = stream_of(q_maps, lse_map, STAGES, GROUPS)
+    dout = stream_of(dout_maps, delta_map, STAGES_DOUT, GROUPS)
+    dq = ()
+    for i in gl.static_range(len(DQ_SHARES[0])):
+        of_piece = gl.allocate_shared_memory(gl.float32, [GROUPS, lines_of(DQ_SHARES[0], i), LINE], dq_map.layout)
+        dq = dq + (of_piece,)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -409,21 +453,21 @@ def joint_kernel(
         mbarrier.init(bias_full.index(0), count=1)
         mbarrier.init(bias_empty.index(0), count=GROUPS)
     tiles = Tiles(
-        buffers((k_map,), 1),
-        buffers((v_map,), 1),
+        buffers(k_maps, 1),
+        buffers(v_maps, 1),
         barriers(1),
         barriers(1),
         queries,
         dout,
         gl.allocate_shared_memory(dtype, [call_options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         Bias(bias, bias_maps, (), bias_tiles, bias_full, bias_empty),
-        gl.allocate_shared_memory(gl.float32, [GROUPS, DQ_WIDTHS[0] * 64 // LINE, LINE], dq_map.layout),
+        dq,
         barriers(ADDERS * GROUPS),
         barriers(GROUPS),
         box,
-        DQ_WIDTHS,
-        pieces_of(HEAD_DIM, q_map.block_type.shape[3]),
-        pieces_of(HEAD_DIM_V, q_map.block_type.shape[3]),
+        DQ_SHARES,
+        PIECES,
+        PIECES_V,
     )
     mbarrier.init(tiles.full.index(0), count=1)
     mbarrier.init(tiles.empty.index(0), count=GROUPS)
@@ -437,7 +481,7 @@ def joint_kernel(
     results = Results(gradients, present(dk_map, None, None), present(dv_map, None, None))
     seqlen_q = schedule.seqlen_k
     seqlen_k = schedule.seqlen_q
-    maps = (q_map,), (k_map,), (v_map,), (dout_map,), lse_map, delta_map
+    maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map
     gl.warp_specialize(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),

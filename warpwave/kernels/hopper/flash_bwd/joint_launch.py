@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,16 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import joint, joint_steps, launches, rows
-from warpwave.kernels.hopper.flash_bwd.config import GROUP_ROWS, Config, dq_columns, dq_widths, scheduled_blocks, width
+from warpwave.kernels.hopper.flash_bwd.config import (
+    GROUP_ROWS,
+    Config,
+    dq_columns,
+    dq_shares,
+    product_pieces,
+    scheduled_blocks,
+    stages_of_dout,
+    tile_pieces,
+)
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
@@ -33,11 +43,12 @@ def _plans(
         of_keys = source in (1, 2)
         end = host.keys_end(problem) if of_keys else launches.queries_end(problem)
         shape, strides = host.seen(tensor, problem.packed, end)
-        block = (1, 1, config.block_n if of_keys else config.block_m, width(problem))
-        plans.append(MapPlan(source, shape, strides, block))
+        rows, of_row = config.block_n if of_keys else config.block_m, tile_pieces(problem)[source >= 2]
+        plans += [MapPlan(source, shape, strides, (1, 1, rows, width)) for width in of_row]
+        plans += [None] * (2 - len(of_row))
     plans += [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
     sums = sources[6]
-    lines = GROUP_ROWS * dq_widths(problem, config)[1] // joint_steps.LINE.value
+    lines = GROUP_ROWS * min(chain(*dq_shares(problem, config))) // joint_steps.LINE.value
     plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
     of_bias = host.bias_plan(7, sources[7], (config.block_m, config.block_n)) if has_bias else None
     stored: list[MapPlan | None] = []
@@ -65,7 +76,9 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     sources = mapped(tensors)
     plans = _plans(problem, config, sources, kind == "cells")
     # Of a query: Q, dO and dQ's sums.
-    scalars = launches.of_keys(problem, tensors, config, 2 * 2 * width(problem) + 4 * dq_columns(problem, config))
+    columns = sum(map(sum, tile_pieces(problem)))
+    scalars = launches.of_keys(problem, tensors, config, 2 * columns + 4 * dq_columns(problem, config))
+    of_keys, of_values = product_pieces(problem)
     of = launch.Launch(
         kernel=joint.joint_kernel,
         grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
@@ -84,9 +97,12 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "STAGES": config.num_stages,
+            "STAGES_DOUT": stages_of_dout(problem, config),
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            "DQ_WIDTHS": dq_widths(problem, config),
+            "PIECES": of_keys,
+            "PIECES_V": of_values,
+            "DQ_SHARES": dq_shares(problem, config),
             **launches.constants_of(problem),
             "BIAS": kind,
             "IS_DETERMINISTIC": problem.deterministic,
@@ -116,7 +132,8 @@ def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step
         constants={
             "BLOCK_M": config.block_m,
             "HEAD_DIM": problem.head_dim,
-            "DQ_WIDTHS": dq_widths(problem, config),
+            "DQ_SHARES": dq_shares(problem, config),
+            "SUMS_OF_TILE": config.block_m * dq_columns(problem, config),
             **arguments.band_constants(problem),
             "IS_VARLEN": problem.packed,
             "ALIGN": launches.first_row_multiple(problem),

@@ -6,6 +6,7 @@ from warpwave.kernels.hopper.flash_bwd.bias import bias_of
 from warpwave.kernels.hopper.flash_bwd.steps import (
     gradient,
     kept,
+    matrices,
     meet,
     probabilities,
     rows_of,
@@ -41,17 +42,24 @@ ADDERS = gl.constexpr(2)  # warps that add dQ: a tile takes one longer than the 
 
 
 @jit
-def put_dq(share, tiles, GROUP: gl.constexpr, n):
-    """Hands a group's share of dQ, 64 rows, to an adding warp: lines of LINE in the order of the registers, so that no
-    bank of shared memory is written twice."""
-    LINES: gl.constexpr = share.shape[0] * share.shape[1] // LINE
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    x = gl.permute(gl.reshape(share, [4, 2, 8, share.shape[1] // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
-    x = gl.convert_layout(gl.reshape(x, [LINES, LINE]), layout, assert_trivial=True)
+def put_dq(shares, tiles, GROUP: gl.constexpr, n):
+    """Hands a group's share of dQ, pieces of 64 rows, to an adding warp: lines of LINE in the order of the registers,
+    so that no bank of shared memory is written twice."""
     mbarrier.wait(tiles.dq_empty.index(GROUP), (n & 1) ^ 1)
-    tiles.dq.index(GROUP).slice(0, LINES, dim=0).store(x)
+    for i in gl.static_range(len(shares)):
+        put_lines(shares[i], tiles.dq[i].index(GROUP))
     fence_async_shared()
     mbarrier.arrive(tiles.dq_full.index(n % ADDERS * GROUPS + GROUP), count=1)
+
+
+@jit
+def put_lines(x, buffer):
+    """Stores a piece of a share of dQ as lines."""
+    LINES: gl.constexpr = x.shape[0] * x.shape[1] // LINE
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    x = gl.permute(gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    x = gl.convert_layout(gl.reshape(x, [LINES, LINE]), layout, assert_trivial=True)
+    buffer.slice(0, LINES, dim=0).store(x)
 
 
 @jit
@@ -60,14 +68,26 @@ def ds_part(tiles, stage, GROUP: gl.constexpr, HALF: gl.constexpr, rules):
     return tiles.ds.index((stage * 2 + GROUP) * (rules.BLOCK_M // 64) + HALF)
 
 
+@constexpr_function
+def first_of_share(part, piece, widths):
+    """Returns the column of a piece of K at which the part-th share of dQ begins. The first share has 64 columns of the
+    first piece; of a second piece both have as many."""
+    return int(part) * (int(COLUMNS) if int(piece) == 0 else int(widths[int(piece)]))
+
+
 @jit
-def dq_async(zero, keys, tiles, n, HALF: gl.constexpr, rules):
-    """Starts dQ of the HALF-th 64 queries of a tile: the product of both groups' dS with the columns in `keys`."""
-    dq = zero
-    for group in gl.static_range(GROUPS):
-        ds = matrix(ds_part(tiles, n % 2, group, HALF, rules)).permute((1, 0))
-        of_group = keys.slice(group * GROUP_KEYS, GROUP_KEYS, dim=0)
-        dq = warpgroup_mma(ds, of_group, dq, use_acc=group > 0, is_async=True)
+def dq_async(keys, tiles, n, HALF: gl.constexpr, PART: gl.constexpr, WIDTHS: gl.constexpr, rules):
+    """Starts dQ of the HALF-th 64 queries of a tile, in the PART-th share of columns: the product of both groups' dS
+    with K. Returns its pieces."""
+    dq = ()
+    for i in gl.static_range(len(WIDTHS)):
+        x = zero_accumulator(WIDTHS[i])
+        share = keys[i].slice(first_of_share(PART, i, WIDTHS), WIDTHS[i], dim=1)
+        for group in gl.static_range(GROUPS):
+            ds = matrix(ds_part(tiles, n % 2, group, HALF, rules)).permute((1, 0))
+            of_group = share.slice(group * GROUP_KEYS, GROUP_KEYS, dim=0)
+            x = warpgroup_mma(ds, of_group, x, use_acc=group > 0, is_async=True)
+        dq = dq + (x,)
     return dq
 
 
@@ -91,15 +111,6 @@ def bias_of_group(
     return bias
 
 
-@constexpr_function
-def pieces_of(dim, width):
-    """Returns the pieces of columns that products of rows of head size `dim` cover in tiles of `width` columns. Where a
-    quarter or more of 128 columns are padding, they are left out (config.dq_widths for dQ)."""
-    if dim > 96 or width < 128:
-        return (width,)
-    return (64, 32) if dim > 80 else (64, 16) if dim > 64 else (64,)
-
-
 @jit
 def no_gradient(PIECES: gl.constexpr):
     """Returns dK or dV of 64 keys before the first tile, a tuple of pieces."""
@@ -110,13 +121,22 @@ def no_gradient(PIECES: gl.constexpr):
 
 
 @jit
+def columns_of(pieces, I: gl.constexpr, PIECES: gl.constexpr):
+    """Returns the columns of the I-th piece of a product: a loaded piece, or columns of the only loaded one."""
+    if len(pieces) == 1:
+        part = pieces[0].slice(COLUMNS * I, PIECES[I], dim=1)
+    else:
+        part = pieces[I]
+    return part
+
+
+@jit
 def scores_over(keys, rows, zero, PIECES: gl.constexpr):
-    """Starts the product of keys with rows of Q or dO."""
+    """Starts the product of keys with rows of Q or dO, tuples of loaded pieces."""
     x = zero
     for i in gl.static_range(len(PIECES)):
-        of_keys = keys.slice(COLUMNS * i, PIECES[i], dim=1)
-        of_rows = rows.slice(COLUMNS * i, PIECES[i], dim=1)
-        x = warpgroup_mma(of_keys, of_rows.permute((1, 0)), x, use_acc=i > 0, is_async=True)
+        of_rows = columns_of(rows, i, PIECES).permute((1, 0))
+        x = warpgroup_mma(columns_of(keys, i, PIECES), of_rows, x, use_acc=i > 0, is_async=True)
     return x
 
 
@@ -125,8 +145,17 @@ def add_product(x, rows, sums, dtype: gl.constexpr, PIECES: gl.constexpr):
     """Starts the product of x, [64 keys, queries], with rows of Q or dO, which is added to dK or dV."""
     found = ()
     for i in gl.static_range(len(PIECES)):
-        of_rows = rows.slice(COLUMNS * i, PIECES[i], dim=1)
+        of_rows = columns_of(rows, i, PIECES)
         found = found + (warpgroup_mma(as_operand(x, dtype, PIECES[i]), of_rows, sums[i], is_async=True),)
+    return found
+
+
+@jit
+def rows_from(pieces, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Returns COUNT rows of each piece of a tile, from row FIRST on."""
+    found = ()
+    for i in gl.static_range(len(pieces)):
+        found = found + (pieces[i].slice(FIRST, COUNT, dim=0),)
     return found
 
 
@@ -151,14 +180,14 @@ def gradient_of_scores(p, cap, dp, delta, rules):
 def wide_step(
     dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
 ):  # fmt: skip
-    """Processes a tile of 64 queries, head_dim 65 to 128. Each group multiplies its share of dQ's columns."""
+    """Processes a tile of 64 queries, head_dim above 64. Each group multiplies its share of dQ's columns."""
     dtype: gl.constexpr = tiles.keys[0].dtype
-    DQ_WIDTH: gl.constexpr = tiles.dq_widths[GROUP]
+    SHARE: gl.constexpr = tiles.dq_shares[GROUP]
     BLOCK_M: gl.constexpr = rules.BLOCK_M
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(BLOCK_M))
-    keys = matrix(tiles.keys[0].index(unseen_zero(n)))
-    own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    own_values = matrix(tiles.values[0].index(unseen_zero(n))).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    keys = matrices(tiles.keys, unseen_zero(n))
+    own_keys = rows_from(keys, GROUP * GROUP_KEYS, GROUP_KEYS)
+    own_values = rows_from(matrices(tiles.values, unseen_zero(n)), GROUP * GROUP_KEYS, GROUP_KEYS)
     stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
     stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
@@ -185,13 +214,11 @@ def wide_step(
     dv_next = add_product(kept(p, rules), do, dv, dtype, tiles.pieces_v)
     fence_async_shared()
     meet()
-    share_of_keys = keys.slice(GROUP * COLUMNS, DQ_WIDTH, dim=1)
-    dq = dq_async(zero_accumulator(DQ_WIDTH), share_of_keys, tiles, n, 0, rules)
+    dq = dq_async(keys, tiles, n, 0, GROUP, SHARE, rules)
     dk_next = add_product(ds, q, dk, dtype, tiles.pieces)
-    dv = wait_for(dv_next, GROUPS + len(dk))
+    dv = wait_for(dv_next, GROUPS * len(dq) + len(dk))
     arrive_alone(stage_do)
-    share = warpgroup_mma_wait(len(dk), deps=[dq])
-    put_dq(share, tiles, GROUP, n)
+    put_dq(wait_for(dq, len(dk)), tiles, GROUP, n)
     dk = wait_for(dk_next)
     arrive_alone(stage_q)
     return dk, dv
@@ -207,12 +234,12 @@ def narrow_step(
     it. What follows is computed in two halves, so that their statistics do not take registers at the same time.
     """
     dtype: gl.constexpr = tiles.keys[0].dtype
-    WIDTH: gl.constexpr = tiles.keys[0].shape[-1]
+    SHARE: gl.constexpr = tiles.dq_shares[GROUP]
     HALF: gl.constexpr = rules.BLOCK_M // 2
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF))
-    keys = matrix(tiles.keys[0].index(0))
-    own_keys = keys.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
-    own_values = matrix(tiles.values[0].index(0)).slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=0)
+    keys = matrices(tiles.keys, 0)
+    own_keys = rows_from(keys, GROUP * GROUP_KEYS, GROUP_KEYS)
+    own_values = rows_from(matrices(tiles.values, 0), GROUP * GROUP_KEYS, GROUP_KEYS)
     stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
     stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
@@ -220,15 +247,15 @@ def narrow_step(
     wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
     zero_queries_before(tiles.queries, n, row_first, band, rules)
     q = rows_of(tiles.queries, n)
-    q0 = q.slice(0, HALF, dim=0)
-    q1 = q.slice(HALF, HALF, dim=0)
+    q0 = rows_from(q, 0, HALF)
+    q1 = rows_from(q, HALF, HALF)
     zero = zero_accumulator(rules.BLOCK_M)
     s = scores_over(own_keys, q, zero, tiles.pieces)
     wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
     zero_queries_before(tiles.dout, n, row_first, band, rules)
     do = rows_of(tiles.dout, n)
-    do0 = do.slice(0, HALF, dim=0)
-    do1 = do.slice(HALF, HALF, dim=0)
+    do0 = rows_from(do, 0, HALF)
+    do1 = rows_from(do, HALF, HALF)
     dp = scores_over(own_values, do, zero, tiles.pieces_v)
     x0, x1 = halves_of(warpgroup_mma_wait(1, deps=[s]))
     lse0 = statistics_of(tiles.queries, n, 0, HALF, across)
@@ -254,16 +281,80 @@ def narrow_step(
     dv_next = add_product(kept(p1, rules), do1, dv_next, dtype, tiles.pieces_v)
     fence_async_shared()
     meet()
-    dq = dq_async(zero_accumulator(WIDTH), keys, tiles, n, GROUP, rules)
+    dq = dq_async(keys, tiles, n, GROUP, 0, SHARE, rules)
     dk_next = add_product(ds0, q0, dk, dtype, tiles.pieces)
     dk_next = add_product(ds1, q1, dk_next, dtype, tiles.pieces)
     dv = wait_for(dv_next, 4)
     arrive_alone(stage_do)
-    share = warpgroup_mma_wait(2, deps=[dq])
-    put_dq(share, tiles, GROUP, n)
+    put_dq(wait_for(dq, 2), tiles, GROUP, n)
     dk = wait_for(dk_next)
     arrive_alone(stage_q)
     return dk, dv
+
+
+@jit
+def half_of_tile(dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, FIRST: gl.constexpr, is_cut, rules):
+    """P and dS of 32 queries."""
+    dtype: gl.constexpr = tiles.keys[0].dtype
+    HALF: gl.constexpr = rules.BLOCK_M // 2
+    across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF))
+    zero = unseen_zero(n + FIRST)
+    own_keys = rows_from(matrices(tiles.keys, zero), GROUP * GROUP_KEYS, GROUP_KEYS)
+    own_values = rows_from(matrices(tiles.values, zero), GROUP * GROUP_KEYS, GROUP_KEYS)
+    q = rows_from(rows_of(tiles.queries, n), FIRST, HALF)
+    do = rows_from(matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + zero), FIRST, HALF)
+    s = scores_over(own_keys, q, zero_accumulator(HALF), tiles.pieces)
+    dp = scores_over(own_values, do, zero_accumulator(HALF), tiles.pieces_v)
+    lse = statistics_of(tiles.queries, n, FIRST, HALF, across)
+    x = warpgroup_mma_wait(len(tiles.pieces_v), deps=[s])
+    bias = gl.to_tensor(0.0)
+    p, cap = probabilities(x, lse[None, :], band, row_first + FIRST, key_first, slope, words, bias, True, is_cut, rules)
+    delta = statistics_of(tiles.dout, n, FIRST, HALF, across)
+    y = warpgroup_mma_wait(0, deps=[dp])
+    ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(dtype)
+    matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).slice(FIRST, HALF, dim=1).store(ds)
+    return add_product(p, do, dv, dtype, tiles.pieces_v)
+
+
+@jit
+def broad_step(
+    dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
+):  # fmt: skip
+    """Processes a tile of 64 queries if dK and dV have more than 256 columns: dP of 32 queries at a time, because S and
+    dP of 64 do not fit the registers beside dK and dV."""
+    SHARE: gl.constexpr = tiles.dq_shares[GROUP]
+    HALF: gl.constexpr = rules.BLOCK_M // 2
+    stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
+    stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
+    rows_used = band.q_end - row_first
+
+    wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
+    zero_queries_before(tiles.queries, n, row_first, band, rules)
+    wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
+    zero_queries_before(tiles.dout, n, row_first, band, rules)
+    pending = half_of_tile(dv, tiles, n, row_first, key_first, slope, words, band, GROUP, 0, is_cut, rules)
+    pending = half_of_tile(pending, tiles, n, row_first, key_first, slope, words, band, GROUP, HALF, is_cut, rules)
+    fence_async_shared()
+    dv = wait_for(pending)
+    arrive_alone(stage_do)
+    meet()
+    keys = matrices(tiles.keys, unseen_zero(n))
+    dq = dq_async(keys, tiles, n, 0, GROUP, SHARE, rules)
+    of_group = matrix(ds_part(tiles, n % 2, GROUP, 0, rules))
+    dk_next = add_shared(of_group, rows_of(tiles.queries, n), dk, tiles.pieces)
+    put_dq(wait_for(dq, len(dk)), tiles, GROUP, n)
+    dk = wait_for(dk_next)
+    arrive_alone(stage_q)
+    return dk, dv
+
+
+@jit
+def add_shared(x, rows, sums, PIECES: gl.constexpr):
+    """As `add_product`, of x in shared memory."""
+    found = ()
+    for i in gl.static_range(len(PIECES)):
+        found = found + (warpgroup_mma(x, columns_of(rows, i, PIECES), sums[i], is_async=True),)
+    return found
 
 
 @jit
@@ -271,7 +362,11 @@ def step(
     dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
 ):  # fmt: skip
     """Processes a tile of queries by the step for the head size."""
-    if rules.BLOCK_M == 64:
+    if len(tiles.keys) + len(tiles.values) > 2:
+        dk, dv = broad_step(
+            dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP, is_cut, rules
+        )  # fmt: skip
+    elif rules.BLOCK_M == 64:
         dk, dv = wide_step(
             dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP, is_cut, rules
         )  # fmt: skip

@@ -165,7 +165,8 @@ def finish_dq_kernel(
     softmax_scale,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DQ_WIDTHS: tl.constexpr,
+    DQ_SHARES: tl.constexpr,
+    SUMS_OF_TILE: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     """Computes dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in
@@ -178,15 +179,23 @@ def finish_dq_kernel(
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # The shares of two groups: side by side in a tile of 64 queries, one below the other in a tile of 128.
     ACROSS: tl.constexpr = 128 // BLOCK_M
-    sums = dq_sums_ptr + (batch_head * num_tiles + place) * (64 * (DQ_WIDTHS[0] + DQ_WIDTHS[1]))
+    sums = dq_sums_ptr + (batch_head * num_tiles + place) * SUMS_OF_TILE
     dq_ptr += item * stride_qb + head * stride_qh
-    for part in tl.static_range(2):
-        x = tl.load(sums + part * (64 * DQ_WIDTHS[0]) + tl.arange(0, 64 * DQ_WIDTHS[part]))
-        x = tl.permute(tl.reshape(x, [DQ_WIDTHS[part] // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-        x = tl.reshape(x, [64, DQ_WIDTHS[part]])
-        lanes = first + part // ACROSS * 64 + tl.arange(0, 64)
-        dims = part % ACROSS * DQ_WIDTHS[0] + tl.arange(0, DQ_WIDTHS[part])
-        rows = (begin + lanes).to(tl.int64)
-        cells = (lanes < q_end)[:, None] & (dims < HEAD_DIM)[None, :]
-        result = (x * softmax_scale).to(dq_ptr.dtype.element_ty)
-        tl.store(dq_ptr + rows[:, None] * stride_qm + dims[None, :], result, mask=cells)
+    for group in tl.static_range(2):
+        lanes = first + group // ACROSS * 64 + tl.arange(0, 64)
+        rows = dq_ptr + (begin + lanes).to(tl.int64) * stride_qm
+        for piece in tl.static_range(len(DQ_SHARES[group])):
+            # Behind the pieces of both groups before it, and the second group's beside the first one's.
+            column = 64 * ACROSS * piece + group % ACROSS * DQ_SHARES[0][piece]
+            finish_piece(sums, rows, lanes < q_end, column, softmax_scale, DQ_SHARES[group][piece], HEAD_DIM)
+            sums += 64 * DQ_SHARES[group][piece]
+
+
+@jit
+def finish_piece(sums, rows, inside, column, softmax_scale, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Stores WIDTH columns of 64 rows of dQ, from `column` on."""
+    x = tl.load(sums + tl.arange(0, 64 * WIDTH))
+    x = tl.reshape(tl.permute(tl.reshape(x, [WIDTH // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, WIDTH])
+    dims = column + tl.arange(0, WIDTH)
+    result = (x * softmax_scale).to(rows.dtype.element_ty)
+    tl.store(rows[:, None] + dims[None, :], result, mask=inside[:, None] & (dims < HEAD_DIM)[None, :])

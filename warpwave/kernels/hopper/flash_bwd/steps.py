@@ -161,8 +161,8 @@ def step_of(listed, work, heads, rules):
 
 @jit
 def rows_of(stream, n):
-    """Returns the first piece of tile n as a matrix."""
-    return matrix(stream.ring.pieces[0].index(n % stream.ring.stages))
+    """Returns the pieces of tile n as matrices."""
+    return matrices(stream.ring.pieces, n % stream.ring.stages)
 
 
 @jit
@@ -173,11 +173,11 @@ def statistics_of(stream, n, FIRST: gl.constexpr, COUNT: gl.constexpr, layout: g
 
 
 @jit
-def matrices(pieces, I: gl.constexpr):
-    """Returns the pieces of the I-th tile as matrices."""
+def matrices(pieces, tile):
+    """Returns the pieces of a tile as matrices."""
     found = ()
     for i in gl.static_range(len(pieces)):
-        found = found + (matrix(pieces[i].index(I)),)
+        found = found + (matrix(pieces[i].index(tile)),)
     return found
 
 
