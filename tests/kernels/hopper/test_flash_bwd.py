@@ -175,6 +175,8 @@ def test_gradients_repeat_bit_for_bit(dims: tuple[int, int], config: int, featur
         PLAIN, dtype="bfloat16", dims=dims, lengths=(1500, 1400), heads=(8, 4), **{"batch": 5, **REPEATED[features]}
     )
     call = cases.build(case, "normal", DEVICE)
+    if config >= len(flash_bwd.configs(call.problem, GPU)):
+        pytest.skip("it is the other config")
     dout, dlse = upstream(call)
     first = gradients(call, dout, dlse, config, deterministic=True)
     for _ in range(200):

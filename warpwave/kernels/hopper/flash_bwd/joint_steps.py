@@ -293,55 +293,69 @@ def narrow_step(
 
 
 @jit
-def half_of_tile(dv, tiles, n, row_first, key_first, slope, words, band, GROUP: gl.constexpr, FIRST: gl.constexpr, is_cut, rules):
-    """P and dS of 32 queries."""
-    dtype: gl.constexpr = tiles.keys[0].dtype
+def probabilities_of_half(
+    x, dp, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, FIRST: gl.constexpr,
+    AFTER: gl.constexpr, is_cut, rules,
+):  # fmt: skip
+    """Waits for dP of 32 queries, from the FIRST-th of a tile on; AFTER products in flight are later ones. Stores
+    dS and returns P, rounded."""
     HALF: gl.constexpr = rules.BLOCK_M // 2
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF))
-    zero = unseen_zero(n + FIRST)
-    own_keys = rows_from(matrices(tiles.keys, zero), GROUP * GROUP_KEYS, GROUP_KEYS)
-    own_values = rows_from(matrices(tiles.values, zero), GROUP * GROUP_KEYS, GROUP_KEYS)
-    q = rows_from(rows_of(tiles.queries, n), FIRST, HALF)
-    do = rows_from(matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + zero), FIRST, HALF)
-    s = scores_over(own_keys, q, zero_accumulator(HALF), tiles.pieces)
-    dp = scores_over(own_values, do, zero_accumulator(HALF), tiles.pieces_v)
     lse = statistics_of(tiles.queries, n, FIRST, HALF, across)
-    x = warpgroup_mma_wait(len(tiles.pieces_v), deps=[s])
-    bias = gl.to_tensor(0.0)
-    p, cap = probabilities(x, lse[None, :], band, row_first + FIRST, key_first, slope, words, bias, True, is_cut, rules)
+    none = gl.to_tensor(0)
+    p, cap = probabilities(
+        x, lse[None, :], band, row_first + FIRST, key_first, slope, none, none, True, is_cut, rules
+    )  # fmt: skip
     delta = statistics_of(tiles.dout, n, FIRST, HALF, across)
-    y = warpgroup_mma_wait(0, deps=[dp])
-    ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(dtype)
+    y = warpgroup_mma_wait(AFTER, deps=[dp])
+    ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(tiles.ds.dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).slice(FIRST, HALF, dim=1).store(ds)
-    return add_product(p, do, dv, dtype, tiles.pieces_v)
+    return p.to(tiles.ds.dtype)
 
 
 @jit
-def broad_step(
-    dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
-):  # fmt: skip
-    """Processes a tile of 64 queries if dK and dV have more than 256 columns: dP of 32 queries at a time, because S and
-    dP of 64 do not fit the registers beside dK and dV."""
+def broad_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, is_cut, rules):
+    """Processes a tile of 64 queries in the calls of `config.fits_joint`."""
     SHARE: gl.constexpr = tiles.dq_shares[GROUP]
     HALF: gl.constexpr = rules.BLOCK_M // 2
+    dtype: gl.constexpr = tiles.ds.dtype
     stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
     stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
     rows_used = band.q_end - row_first
+    zero = zero_accumulator(HALF)
+    keys = matrices(tiles.keys, unseen_zero(n))
+    own_keys = rows_from(keys, GROUP * GROUP_KEYS, GROUP_KEYS)
+    own_values = rows_from(matrices(tiles.values, unseen_zero(n)), GROUP * GROUP_KEYS, GROUP_KEYS)
+    q = rows_of(tiles.queries, n)
+    do = matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + unseen_zero(n))  # of one stage
+    do0 = rows_from(do, 0, HALF)
 
     wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
     zero_queries_before(tiles.queries, n, row_first, band, rules)
+    s = scores_over(own_keys, q, zero_accumulator(rules.BLOCK_M), tiles.pieces)
     wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
     zero_queries_before(tiles.dout, n, row_first, band, rules)
-    pending = half_of_tile(dv, tiles, n, row_first, key_first, slope, words, band, GROUP, 0, is_cut, rules)
-    pending = half_of_tile(pending, tiles, n, row_first, key_first, slope, words, band, GROUP, HALF, is_cut, rules)
+    dp0 = scores_over(own_values, do0, zero, tiles.pieces_v)
+    x0, x1 = halves_of(warpgroup_mma_wait(len(dv), deps=[s]))
+    p0 = probabilities_of_half(
+        x0, dp0, tiles, n, row_first, key_first, slope, band, GROUP, 0, 0, is_cut, rules
+    )  # fmt: skip
+    again = unseen_zero(n + 1)
+    own_values = rows_from(matrices(tiles.values, again), GROUP * GROUP_KEYS, GROUP_KEYS)
+    do1 = rows_from(matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + again), HALF, HALF)
+    dp1 = scores_over(own_values, do1, zero, tiles.pieces_v)
+    dv_next = add_product(p0, do0, dv, dtype, tiles.pieces_v)
+    p1 = probabilities_of_half(
+        x1, dp1, tiles, n, row_first, key_first, slope, band, GROUP, HALF, len(dv), is_cut, rules
+    )  # fmt: skip
+    dv_next = add_product(p1, do1, dv_next, dtype, tiles.pieces_v)
     fence_async_shared()
-    dv = wait_for(pending)
+    dv = wait_for(dv_next)
     arrive_alone(stage_do)
     meet()
-    keys = matrices(tiles.keys, unseen_zero(n))
+    keys = matrices(tiles.keys, unseen_zero(n + 2))
     dq = dq_async(keys, tiles, n, 0, GROUP, SHARE, rules)
-    of_group = matrix(ds_part(tiles, n % 2, GROUP, 0, rules))
-    dk_next = add_shared(of_group, rows_of(tiles.queries, n), dk, tiles.pieces)
+    dk_next = add_shared(matrix(ds_part(tiles, n % 2, GROUP, 0, rules)), q, dk, tiles.pieces)
     put_dq(wait_for(dq, len(dk)), tiles, GROUP, n)
     dk = wait_for(dk_next)
     arrive_alone(stage_q)
@@ -363,9 +377,7 @@ def step(
 ):  # fmt: skip
     """Processes a tile of queries by the step for the head size."""
     if len(tiles.keys) + len(tiles.values) > 2:
-        dk, dv = broad_step(
-            dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP, is_cut, rules
-        )  # fmt: skip
+        dk, dv = broad_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, is_cut, rules)
     elif rules.BLOCK_M == 64:
         dk, dv = wide_step(
             dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP, is_cut, rules
