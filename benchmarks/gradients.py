@@ -393,7 +393,14 @@ def main() -> None:
     asked = parser.parse_args()
     seed = asked.seed or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     record: dict[str, Any] = {"seed": seed, "environment": environment.describe("cuda")}
-    groups = {"rows": table(), "both": table(), "between": between(), "drawn": drawn(seed), "features": features(), "biases": biases()}
+    groups = {
+        "rows": table(),
+        "both": table(),
+        "between": between(),
+        "drawn": drawn(seed),
+        "features": features(),
+        "biases": biases(),
+    }
     for name in asked.groups:
         if name == "steps":
             record[name] = whole_steps(asked.rounds)

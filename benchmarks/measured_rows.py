@@ -20,6 +20,7 @@ LEFT_OUT = ("verify",)
 # Groups of benchmarks/gradients.py -> their names as suites.
 OF_GRADIENTS = {
     "rows": "backward",
+    "between": "backward, between",
     "both": "forward and backward",
     "drawn": "backward, drawn",
     "features": "backward, features",

@@ -53,6 +53,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "float32": {"float32": "all precisions", "ladder": "the ladder"},
     "Gradients": {
         "backward": "backward",
+        "backward, between": "backward, 136 to 192",
         "backward, drawn": "backward, drawn",
         "backward, features": "backward, features",
         "backward, biases": "backward with a bias",

@@ -21,18 +21,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "splits": {"batch": 1, "num_heads_q": 8, "num_heads_kv": 1},
 }
 # wgmma instructions of 64 x N x 16 in the loops of both groups: a joint kernel has a loop over cut tiles and another,
-# with a mask, and at head_dim 128 under a band, one for both; the others one loop and the first scores before it.
+# with a mask, and at head_dim 128 under a band, one for both; the others one loop and the first scores before it. Above
+# head_dim 128, plain calls alone have a joint kernel.
 PRODUCTS = {
     (64, 64): {"joint_kernel": 128, "dkv_kernel": 32, "dq_kernel": 40},
     # S and dP leave out padded slices of head_dim; dK and dV take an instruction of 64 columns and one of 16 or 32.
     (80, 80): {"joint_kernel": 136, "dkv_kernel": 52, "dq_kernel": 62},
     (96, 96): {"joint_kernel": 144, "dkv_kernel": 56, "dq_kernel": 68},
     (128, 128): {"joint_kernel": 128, "dkv_kernel": 48, "dq_kernel": 64},
-    (192, 128): {"dkv_kernel": 52, "dq_kernel": 80},
+    (160, 160): {"joint_kernel": 248, "dkv_kernel": 56, "dq_kernel": 76},
+    (192, 128): {"joint_kernel": 224, "dkv_kernel": 52, "dq_kernel": 80},
     (256, 256): {"dkv_kernel": 72, "dq_kernel": 104},
 }
 # Additions to dQ by two warps: of the first group's share in copies as long as the second group's, and of the second's.
-ADDITIONS = {64: 4, 80: 2 * (4 + 1), 96: 2 * (2 + 1), 128: 4}
+ADDITIONS = {64: 4, 80: 2 * (4 + 1), 96: 2 * (2 + 1), 128: 4, 160: 2 * 2 * (4 + 1), 192: 2 * 2 * (2 + 1)}
 # The launch of dQ takes fewer keys a step where tiles of the bias need the room.
 WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
 # Bytes of local memory a thread may take, most of it outside the main loop: without and with other features than a
@@ -47,7 +49,8 @@ SPILL_BOUNDS = {
 WIDE_SPILL_BOUNDS = {
     "plain": 64, "deterministic": 64, "features": 192, "dropout": 128, "splits": 64, "mask": 64, "trained bias": 64,
 }  # fmt: skip
-
+# Above head_dim 128, outside the main loop but for a few words; up to 216 by Triton 3.6 and 3.7, 192 by 3.9.
+BROAD_SPILL_BOUND = 256
 
 # Instructions of the joint launch of a packed call with a softcap, by head_dim; up to 11,704, 5,600, 5,680 and 6,136 by
 # Triton 3.6 and 3.7. An unrolled loop over the rows past the end of a sequence adds a fourth.
@@ -67,7 +70,10 @@ SPILL_BOUNDS_OF_PARTS = {"plain": 64, "features": 192, "dropout": 192}
 
 
 # Dropout where it costs the most registers: beside two products of one tile in flight.
-SAMPLE = (((80, 80), "features"), ((128, 128), "plain"), ((128, 128), "dropout"), ((256, 256), "plain"))
+SAMPLE = (
+    *(((80, 80), "features"), ((128, 128), "plain"), ((128, 128), "dropout"), ((256, 256), "plain")),
+    ((192, 128), "deterministic"),
+)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +100,10 @@ def test_it_compiles_within_its_limits(dims: tuple[int, int], features: str) -> 
                 assert launch["spill_bytes"] == 0, name
                 continue
             instructions = launch["instructions"]
-            bounds = WIDE_SPILL_BOUNDS if is_wide and name == "joint_kernel" else SPILL_BOUNDS
-            assert launch["spill_bytes"] <= bounds[features], name
+            bound = (WIDE_SPILL_BOUNDS if is_wide and name == "joint_kernel" else SPILL_BOUNDS)[features]
+            if dims[0] > 128 and name == "joint_kernel":
+                bound = BROAD_SPILL_BOUND
+            assert launch["spill_bytes"] <= bound, name
             assert launch["smem_bytes"] <= facts["bound"] <= 227 * 1024, name
             assert instructions["HGMMA"] == products[name], name
             # ptxas that lacks registers waits for each product before the next, with two such instructions each.

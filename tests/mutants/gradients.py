@@ -324,13 +324,49 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dq into the other group's buffer", JOINT_STEPS,
-        "tiles.dq.index(GROUP).slice(", "tiles.dq.index(1 - GROUP).slice(",
+        "tiles.dq[i].index(GROUP)", "tiles.dq[i].index(1 - GROUP)",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dq",
     ),
     Mutant(
         "gradients on Hopper: all copies of a share of dq to its first lines", JOINT,
-        "to = line + group * LINES + copy * COPY", "to = line + group * LINES",
+        "to += COPY", "to += 0 * COPY",
         BACKWARD_ON_CPU, "full and 96", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq's second share of a second piece from its first columns", JOINT_STEPS,
+        "else int(widths[int(piece)]))", "else 0)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq's second pieces stored among the first", ROWS,
+        "column = 64 * ACROSS * piece", "column = 64 * piece",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a broad tile with the first's log-sum-exp", JOINT_STEPS,
+        "statistics_of(tiles.queries, n, FIRST, HALF, across)",
+        "statistics_of(tiles.queries, n, 0 * FIRST, HALF, across)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a broad tile with the first's dO", JOINT_STEPS,
+        "unseen_zero(n + 1), GROUP, HALF, rules)", "unseen_zero(n + 1), GROUP, 0, rules)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: dS of a broad tile's second half over the first's", JOINT_STEPS,
+        ".slice(FIRST, HALF, dim=1).store(ds)", ".slice(0 * FIRST, HALF, dim=1).store(ds)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: the second piece of dk and dv stored over the first", JOINT,
+        "[batch, head, key, column + i * COLUMNS]", "[batch, head, key, i * COLUMNS]",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: only the first piece of keys behind a packed sequence zeroed", JOINT,
+        "zero_tail(tiles.keys[i].index(0), keys_used)", "zero_tail(tiles.keys[0].index(0), keys_used)",
+        NEIGHBOURS_ON_CPU, "192 and 0-float16", "d",
     ),
     Mutant(
         "gradients on Hopper: the first rows behind a packed sequence not zeroed", "kernels/hopper/rows.py",

@@ -98,6 +98,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "window beyond the keys": {"causal": "top_left", "window": (3, -1), "lengths": (37, 170)},
     "window wider than a block": {"window": (300, 5), "lengths": (400, 600), "heads": (1, 1)},
     "packed": {"packed": True, "batch": 4, "heads": (4, 2), "causal": "bottom_right", "lengths": (150, 140)},
+    "packed, no groups": {"packed": True, "batch": 4, "heads": (2, 2), "causal": "bottom_right", "lengths": (150, 140)},
     "packed window": {"packed": True, "batch": 5, "window": (20, 7), "lengths": (200, 300)},
     "one query": {"lengths": (1, 300), "batch": 2},
 }
@@ -159,7 +160,8 @@ def test_keys_behind_the_end_of_a_mask_have_no_weight(dims: tuple[int, int]) -> 
     ("dims", "config"),
     [
         *(((64, 64), 0), ((40, 24), 0), ((128, 128), 0), ((64, 80), 0)),
-        *(((72, 104), 0), ((96, 72), 0), ((192, 128), 0), ((160, 160), 0), ((40, 136), 0), ((192, 128), -1), ((40, 64), 1)),
+        *(((72, 104), 0), ((96, 72), 0), ((192, 128), 0), ((160, 160), 0), ((40, 136), 0)),
+        *(((192, 128), -1), ((40, 64), 1)),
     ],
     ids=str,
 )
@@ -235,6 +237,7 @@ def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, dtype: s
     ("dims", "config", "dtype"),
     [
         *((dims, 0, "float16") for dims in ((64, 64), (128, 128), (192, 128))),
+        ((192, 128), -1, "float16"),
         ((64, 64), 0, "float32:default"),
     ],
     ids=str,

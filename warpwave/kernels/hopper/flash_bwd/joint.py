@@ -36,6 +36,7 @@ from warpwave.kernels.hopper.flash_bwd.joint_steps import (
     GROUPS,
     LINE,
     ds_part,
+    has_second_piece,
     no_gradient,
     step,
 )
@@ -273,9 +274,7 @@ def walk_band(
     the next tile."""
     # One loop over cut and whole tiles is half the code of two. Blocks under a band alternate between two loops, so at
     # head_dim 128 one is up to 1.2 times as fast. Without a band its rate is 0.93, and at head_dim 64 about 0.8.
-    ONE_LOOP: gl.constexpr = (
-        rules.BLOCK_M == 64 and (rules.HAS_HIGH or rules.HAS_LOW) and len(tiles.keys) + len(tiles.values) == 2
-    )
+    ONE_LOOP: gl.constexpr = rules.BLOCK_M == 64 and (rules.HAS_HIGH or rules.HAS_LOW) and not has_second_piece(tiles)
     for h in range(heads.group_size):
         # Reading the message again is cheaper than keeping its words in registers through the loops.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)

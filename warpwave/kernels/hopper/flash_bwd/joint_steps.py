@@ -293,12 +293,16 @@ def narrow_step(
 
 
 @jit
-def probabilities_of_half(
+def half_of_scores(
     x, dp, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, FIRST: gl.constexpr,
-    AFTER: gl.constexpr, is_cut, rules,
+    LATER: gl.constexpr, is_cut, rules,
 ):  # fmt: skip
-    """Waits for dP of 32 queries, from the FIRST-th of a tile on; AFTER products in flight are later ones. Stores
-    dS and returns P, rounded."""
+    """Returns P of 32 queries, from the FIRST-th of a tile on, rounded, and stores their dS.
+
+    Args:
+        x: their scores.
+        dp: their dP in flight, and LATER products behind it.
+    """
     HALF: gl.constexpr = rules.BLOCK_M // 2
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF))
     lse = statistics_of(tiles.queries, n, FIRST, HALF, across)
@@ -307,63 +311,14 @@ def probabilities_of_half(
         x, lse[None, :], band, row_first + FIRST, key_first, slope, none, none, True, is_cut, rules
     )  # fmt: skip
     delta = statistics_of(tiles.dout, n, FIRST, HALF, across)
-    y = warpgroup_mma_wait(AFTER, deps=[dp])
+    y = warpgroup_mma_wait(LATER, deps=[dp])
     ds = gradient_of_scores(p, cap, y, delta[None, :], rules).to(tiles.ds.dtype)
     matrix(ds_part(tiles, n % 2, GROUP, 0, rules)).slice(FIRST, HALF, dim=1).store(ds)
     return p.to(tiles.ds.dtype)
 
 
 @jit
-def broad_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, is_cut, rules):
-    """Processes a tile of 64 queries in the calls of `config.fits_joint`."""
-    SHARE: gl.constexpr = tiles.dq_shares[GROUP]
-    HALF: gl.constexpr = rules.BLOCK_M // 2
-    dtype: gl.constexpr = tiles.ds.dtype
-    stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
-    stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
-    rows_used = band.q_end - row_first
-    zero = zero_accumulator(HALF)
-    keys = matrices(tiles.keys, unseen_zero(n))
-    own_keys = rows_from(keys, GROUP * GROUP_KEYS, GROUP_KEYS)
-    own_values = rows_from(matrices(tiles.values, unseen_zero(n)), GROUP * GROUP_KEYS, GROUP_KEYS)
-    q = rows_of(tiles.queries, n)
-    do = matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + unseen_zero(n))  # of one stage
-    do0 = rows_from(do, 0, HALF)
-
-    wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
-    zero_queries_before(tiles.queries, n, row_first, band, rules)
-    s = scores_over(own_keys, q, zero_accumulator(rules.BLOCK_M), tiles.pieces)
-    wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
-    zero_queries_before(tiles.dout, n, row_first, band, rules)
-    dp0 = scores_over(own_values, do0, zero, tiles.pieces_v)
-    x0, x1 = halves_of(warpgroup_mma_wait(len(dv), deps=[s]))
-    p0 = probabilities_of_half(
-        x0, dp0, tiles, n, row_first, key_first, slope, band, GROUP, 0, 0, is_cut, rules
-    )  # fmt: skip
-    again = unseen_zero(n + 1)
-    own_values = rows_from(matrices(tiles.values, again), GROUP * GROUP_KEYS, GROUP_KEYS)
-    do1 = rows_from(matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + again), HALF, HALF)
-    dp1 = scores_over(own_values, do1, zero, tiles.pieces_v)
-    dv_next = add_product(p0, do0, dv, dtype, tiles.pieces_v)
-    p1 = probabilities_of_half(
-        x1, dp1, tiles, n, row_first, key_first, slope, band, GROUP, HALF, len(dv), is_cut, rules
-    )  # fmt: skip
-    dv_next = add_product(p1, do1, dv_next, dtype, tiles.pieces_v)
-    fence_async_shared()
-    dv = wait_for(dv_next)
-    arrive_alone(stage_do)
-    meet()
-    keys = matrices(tiles.keys, unseen_zero(n + 2))
-    dq = dq_async(keys, tiles, n, 0, GROUP, SHARE, rules)
-    dk_next = add_shared(matrix(ds_part(tiles, n % 2, GROUP, 0, rules)), q, dk, tiles.pieces)
-    put_dq(wait_for(dq, len(dk)), tiles, GROUP, n)
-    dk = wait_for(dk_next)
-    arrive_alone(stage_q)
-    return dk, dv
-
-
-@jit
-def add_shared(x, rows, sums, PIECES: gl.constexpr):
+def add_shared_product(x, rows, sums, PIECES: gl.constexpr):
     """As `add_product`, of x in shared memory."""
     found = ()
     for i in gl.static_range(len(PIECES)):
@@ -372,11 +327,72 @@ def add_shared(x, rows, sums, PIECES: gl.constexpr):
 
 
 @jit
+def broad_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, is_cut, rules):
+    """Processes a tile of 64 queries whose rows have a second piece. Each group multiplies its share of dQ's columns.
+
+    dK and dV take up to 160 registers. So that the rest fits, dP is computed in two halves, dV is finished before dQ
+    begins, dK takes dS from shared memory, and the addresses of K, V and dO are computed anew for each product that
+    reads them (`unseen_zero`). Otherwise ptxas spills, or waits for each product (docs/notes/backward.md).
+    """
+    SHARE: gl.constexpr = tiles.dq_shares[GROUP]
+    HALF: gl.constexpr = rules.BLOCK_M // 2
+    dtype: gl.constexpr = tiles.ds.dtype
+    stage_q = tiles.queries.ring.empty.index(n % tiles.queries.ring.stages)
+    stage_do = tiles.dout.ring.empty.index(n % tiles.dout.ring.stages)
+    rows_used = band.q_end - row_first
+    q = rows_of(tiles.queries, n)
+    own_keys = rows_from(matrices(tiles.keys, unseen_zero(n)), GROUP * GROUP_KEYS, GROUP_KEYS)
+
+    wait_rows(tiles.queries, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
+    zero_queries_before(tiles.queries, n, row_first, band, rules)
+    s = scores_over(own_keys, q, zero_accumulator(rules.BLOCK_M), tiles.pieces)
+    wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
+    zero_queries_before(tiles.dout, n, row_first, band, rules)
+    do0, dp0 = half_of_dp(tiles, n, unseen_zero(n), GROUP, 0, rules)
+    x0, x1 = halves_of(warpgroup_mma_wait(len(dv), deps=[s]))
+    p0 = half_of_scores(
+        x0, dp0, tiles, n, row_first, key_first, slope, band, GROUP, 0, 0, is_cut, rules
+    )  # fmt: skip
+    do1, dp1 = half_of_dp(tiles, n, unseen_zero(n + 1), GROUP, HALF, rules)
+    dv_next = add_product(p0, do0, dv, dtype, tiles.pieces_v)
+    p1 = half_of_scores(
+        x1, dp1, tiles, n, row_first, key_first, slope, band, GROUP, HALF, len(dv), is_cut, rules
+    )  # fmt: skip
+    dv_next = add_product(p1, do1, dv_next, dtype, tiles.pieces_v)
+    fence_async_shared()
+    dv = wait_for(dv_next)
+    arrive_alone(stage_do)
+    meet()
+    dq = dq_async(matrices(tiles.keys, unseen_zero(n + 2)), tiles, n, 0, GROUP, SHARE, rules)
+    dk_next = add_shared_product(matrix(ds_part(tiles, n % 2, GROUP, 0, rules)), q, dk, tiles.pieces)
+    put_dq(wait_for(dq, len(dk)), tiles, GROUP, n)
+    dk = wait_for(dk_next)
+    arrive_alone(stage_q)
+    return dk, dv
+
+
+@jit
+def half_of_dp(tiles, n, zero, GROUP: gl.constexpr, FIRST: gl.constexpr, rules):
+    """Returns 32 queries of dO, from the FIRST-th of a tile on, and their product with V, in flight. `zero` is an
+    `unseen_zero`: dO has one stage, and thus a fixed address, as V has."""
+    HALF: gl.constexpr = rules.BLOCK_M // 2
+    do = rows_from(matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + zero), FIRST, HALF)
+    own_values = rows_from(matrices(tiles.values, zero), GROUP * GROUP_KEYS, GROUP_KEYS)
+    return do, scores_over(own_values, do, zero_accumulator(HALF), tiles.pieces_v)
+
+
+@constexpr_function
+def has_second_piece(tiles):
+    """Returns whether a row of Q, K, V or dO has a second piece."""
+    return len(tiles.keys) + len(tiles.values) > 2
+
+
+@jit
 def step(
     dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
 ):  # fmt: skip
     """Processes a tile of queries by the step for the head size."""
-    if len(tiles.keys) + len(tiles.values) > 2:
+    if has_second_piece(tiles):
         dk, dv = broad_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP, is_cut, rules)
     elif rules.BLOCK_M == 64:
         dk, dv = wide_step(
