@@ -5,7 +5,7 @@
 Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
     both      the same calls, forward and backward together
-    between   backward alone, 16 heads: 192/128, 160, 192, 136 x the same
+    between   backward alone, 16 heads, rows of 136 to 192 columns: 192/128, 160, 192, 136 in the same shapes
     drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
     features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
     biases    backward with a bias for each score of a head, without and with its gradient

@@ -6,9 +6,8 @@
 
 The other tree is imported from a copy in which it has another name. Both trees get the same tensors and take turns in
 every round. `--suites` names suites of `bench`, "quantized" for float8 and int8 calls, and "gradients" for the backward
-alone. For the suite `host`, the
-host's time is measured. "Speed" is the time of the other tree over the time of this one. The record is written after
-each row.
+alone. For the suite `host`, the host's time is measured. "Speed" is the time of the other tree over the time of this
+one. The record is written after each row.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ THIS_TREE, OTHER_TREE = "this tree", "other tree"
 HOST, QUANTIZED, GRADIENTS = "host", "quantized", "gradients"
 SUITES = ("forward", "masks", "decode", "decode_paged", "tiny", "float32", "large_head_dim", "varlen", HOST)
 MOST_DIFFERENCE = 0.01  # of two results, relative to the root mean square of the other tree's
-Call = Callable[[], Any]  # returns a tensor, or a tuple of gradients
+Call = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "features": {"causal": "bottom_right", "softcap": 30.0, "packed": True, "total_q": 2048, "total_k": 2048},
     "dropout": {"causal": "bottom_right", "dropout_p": 0.1},
     "deterministic": {"causal": "bottom_right", "deterministic": True},
+    "no groups": {"causal": "bottom_right", "num_heads_kv": 4},
     "mask": {"causal": "bottom_right", "mask_shape": (2, 4, 1024, 1024)},
     "trained bias": {"causal": "bottom_right", "bias_shape": (2, 4, 1024, 1024), "bias_dtype": "bfloat16"},
     "splits": {"batch": 1, "num_heads_q": 8, "num_heads_kv": 1},
 }
 # wgmma instructions of 64 x N x 16 in the loops of both groups: a joint kernel has a loop over cut tiles and another,
-# with a mask, and at head_dim 128 under a band, one for both; the others one loop and the first scores before it. Above
-# head_dim 128, plain calls alone have a joint kernel.
+# with a mask, and at head_dim 128 under a band, one for both; the others one loop and the first scores before it.
 PRODUCTS = {
     (64, 64): {"joint_kernel": 128, "dkv_kernel": 32, "dq_kernel": 40},
     # S and dP leave out padded slices of head_dim; dK and dV take an instruction of 64 columns and one of 16 or 32.
@@ -33,7 +33,7 @@ PRODUCTS = {
     (192, 128): {"joint_kernel": 224, "dkv_kernel": 52, "dq_kernel": 80},
     (256, 256): {"dkv_kernel": 72, "dq_kernel": 104},
 }
-# Additions to dQ by two warps: of the first group's share in copies as long as the second group's, and of the second's.
+# Additions to dQ by two warps, in copies as long as the shortest piece of a group's share.
 ADDITIONS = {64: 4, 80: 2 * (4 + 1), 96: 2 * (2 + 1), 128: 4, 160: 2 * 2 * (4 + 1), 192: 2 * 2 * (2 + 1)}
 # The launch of dQ takes fewer keys a step where tiles of the bias need the room.
 WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
@@ -41,13 +41,14 @@ WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
 # plain call's. Triton 3.6 and 3.7 take up to 296 and 632, and up to 128 with a bias (3.9: 152) and 152 with a mask
 # (3.9: 208). With dropout, up to 608 in the joint launch and 176 in that of dQ (3.6).
 SPILL_BOUNDS = {
-    "plain": 384, "deterministic": 384, "features": 768, "trained bias": 192, "mask": 256, "dropout": 640,
-    "splits": 384,
+    "plain": 384, "deterministic": 384, "no groups": 384, "features": 768, "trained bias": 192, "mask": 256,
+    "dropout": 640, "splits": 384,
 }  # fmt: skip
 # Of the joint launch at head_dim 128, all in all; up to 16, 120 and 56 (3.9: 72). Descriptors that are computed before
 # the loop took 192, 264 and 224, and their loads delay the products (docs/notes/backward.md).
 WIDE_SPILL_BOUNDS = {
-    "plain": 64, "deterministic": 64, "features": 192, "dropout": 128, "splits": 64, "mask": 64, "trained bias": 64,
+    "plain": 64, "deterministic": 64, "no groups": 64, "features": 192, "dropout": 128, "splits": 64, "mask": 64,
+    "trained bias": 64,
 }  # fmt: skip
 # Above head_dim 128, outside the main loop but for a few words; up to 216 by Triton 3.6 and 3.7, 192 by 3.9.
 BROAD_SPILL_BOUND = 256
@@ -72,8 +73,10 @@ SPILL_BOUNDS_OF_PARTS = {"plain": 64, "features": 192, "dropout": 192}
 # Dropout where it costs the most registers: beside two products of one tile in flight.
 SAMPLE = (
     *(((80, 80), "features"), ((128, 128), "plain"), ((128, 128), "dropout"), ((256, 256), "plain")),
-    ((192, 128), "deterministic"),
+    *(((192, 128), "plain"), ((160, 160), "no groups")),
 )
+# Above head_dim 128: the calls that a joint kernel serves.
+BROAD = ("plain", "no groups", "splits")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,8 @@ def test_it_compiles_within_its_limits(dims: tuple[int, int], features: str) -> 
     is_wide = 64 < dims[0] <= 128
     if "joint_kernel" in products and (features == "mask" or (is_wide and "causal" in FEATURES[features])):
         products = products | {"joint_kernel": products["joint_kernel"] // 2}
+    is_joint = dims[0] <= 128 or (dims[0] < 256 and features in BROAD)
+    assert is_joint == ("joint_kernel" in found["configs"][0]["launches"])
     for facts in found["configs"]:
         for name, launch in facts["launches"].items():
             assert not launch["mixed_descriptors"]

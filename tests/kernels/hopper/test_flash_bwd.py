@@ -39,7 +39,7 @@ GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if nam
 }
 
 
-# Rows of more than 128 columns in the joint launch, without what is left to launches apart.
+# Rows of more than 128 columns in the joint launch, without features that take separate launches.
 IN_TWO_PIECES: dict[str, Any] = {
     name: values for name, values in GRID.items() if name not in ("mask", "bias", "softcap", "dropout")
 } | {
@@ -178,7 +178,7 @@ def test_gradients_repeat_bit_for_bit(dims: tuple[int, int], config: int, featur
     )
     call = cases.build(case, "normal", DEVICE)
     if config >= len(flash_bwd.configs(call.problem, GPU)):
-        pytest.skip("it is the other config")
+        pytest.skip("the call has one config")
     dout, dlse = upstream(call)
     first = gradients(call, dout, dlse, config, deterministic=True)
     for _ in range(200):

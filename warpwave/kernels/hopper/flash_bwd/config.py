@@ -14,7 +14,9 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 MAX_HEAD_DIM = 256
 ONE_TILE = 128  # columns of a row that the joint launch loads as one piece
-MAX_JOINT = 320  # columns of dK and dV together; beside more, dQ and scores do not fit the registers of a warpgroup
+# The widest row of the joint launch, and its most columns of dK and dV together if a row has more than ONE_TILE, as
+# products cover them. Beside more, dQ and scores do not fit the registers of a warpgroup.
+MAX_JOINT, MAX_JOINT_SUM = 192, 320
 MAX_SPLIT = 128  # in float32: above it, the parts of a block's tiles do not fit shared memory
 # In float32. With 3 keys, and at head_dim 1, an H200 was less accurate than the gates allow (docs/notes/float32.md).
 MIN_SPLIT = 8
@@ -34,8 +36,8 @@ class Config:
 
     Args:
         block_m: queries of a step, 64 or 128; in a separate launch of dQ, its keys (`steps_of_dq`).
-        num_stages: tiles of Q and of dO in flight: at least 1; at least 2 in separate launches, where a step waits for
-            the next tile before it releases its own.
+        num_stages: tiles of Q and of dO in flight (of dO in a joint launch: `stages_of_dout`): at least 1; at least 2
+            in separate launches, where a step waits for the next tile before it releases its own.
         is_joint: whether one launch computes dQ, dK and dV, with five products per tile, and adds to dQ in memory
             (turns.py). Otherwise one launch computes dK and dV and another dQ: seven products, and nothing is added
             in memory.
@@ -61,10 +63,11 @@ class Config:
 def tile_pieces(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the pieces in which the joint launch loads a row of Q or K, and one of V or dO. The copy engine pads them
     with zeros: to 64 or 128 columns, or to 32 or 64 behind the first 128."""
-    narrow = max(problem.head_dim, problem.head_dim_v) <= NARROW
+    widest = max(problem.head_dim, problem.head_dim_v)
+    assert widest <= MAX_JOINT
 
     def pieces_of(dim: int) -> tuple[int, ...]:
-        first = NARROW if narrow else ONE_TILE
+        first = NARROW if widest <= NARROW else ONE_TILE
         return (first,) if dim <= ONE_TILE else (first, 32 if dim <= ONE_TILE + 32 else 64)
 
     return pieces_of(problem.head_dim), pieces_of(problem.head_dim_v)
@@ -108,14 +111,24 @@ def stages_of_dout(problem: AttentionProblem, config: Config) -> int:
     return config.num_stages if max(map(len, tile_pieces(problem))) == 1 else 1
 
 
+def is_broad(problem: AttentionProblem) -> bool:
+    """Returns whether a row of Q, K, V or dO has more than 128 columns."""
+    return max(problem.head_dim, problem.head_dim_v) > ONE_TILE
+
+
 def fits_joint(problem: AttentionProblem) -> bool:
-    """Returns whether one launch computes all gradients of a call with rows of more than 128 columns, and faster than
-    launches apart. A mask, a softcap and dropout need more registers, and a tile of a bias more shared memory. Under a
-    band, blocks of grouped heads wait for the first block at each head (docs/notes/backward.md)."""
-    plain = problem.mask_shape is None and problem.bias_shape is None and not problem.softcap and not problem.dropout_p
-    waits = problem.has_band and problem.num_heads_q != problem.num_heads_kv
-    fits = max(problem.head_dim, problem.head_dim_v) <= 192 and sum(map(sum, product_pieces(problem))) <= MAX_JOINT
-    return plain and not waits and fits
+    """Returns whether dQ, dK and dV of a tile fit the registers of one launch if a row has more than 128 columns. A
+    mask, a softcap and dropout need more registers, and a tile of a bias more shared memory."""
+    if problem.mask_shape is not None or problem.bias_shape is not None or problem.softcap or problem.dropout_p:
+        return False
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return widest <= MAX_JOINT and sum(map(sum, product_pieces(problem))) <= MAX_JOINT_SUM
+
+
+def waits_for_first_block(problem: AttentionProblem) -> bool:
+    """Returns whether blocks of a joint launch wait for the first one at each head: those of grouped heads under a band
+    (docs/notes/backward.md)."""
+    return problem.has_band and problem.num_heads_q != problem.num_heads_kv
 
 
 def widths(problem: AttentionProblem) -> tuple[int, int]:
@@ -123,7 +136,6 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
     return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
 
 
-BROAD_RECORD = "2026-11-27-h100-broad-gradients.json"
 GRADIENTS_LOG = "2026-11-23-h200-gradients.log"
 APART = Config(128, 2, is_joint=False)
 
@@ -136,15 +148,21 @@ RULES: tuple[Rule[Config], ...] = (
         "not measured; parts of wider tiles do not fit shared memory at head_dim 128",
     ),
     Rule(
-        "head_dim above 128, at most 320 columns of dK and dV",
-        lambda problem: max(problem.head_dim, problem.head_dim_v) > ONE_TILE and fits_joint(problem),
+        "head_dim above 128, of grouped heads under a band",
+        lambda problem: is_broad(problem) and fits_joint(problem) and waits_for_first_block(problem),
+        (Config(64, 2, is_joint=False),),
+        "not measured; in a joint launch, blocks wait for each other at every head",
+    ),
+    Rule(
+        "head_dim above 128, dK and dV fit the registers",
+        lambda problem: is_broad(problem) and fits_joint(problem),
         (Config(64, 2), Config(64, 2, is_joint=False)),
-        "1.05 to 1.28 times as fast as launches apart",
-        BROAD_RECORD,
+        "192/128 and 160 without groups: 1.05 to 1.28 times as fast as launches apart; others not measured",
+        "2026-11-27-h100-broad-gradients.json",
     ),
     Rule(
         "head_dim above 128",
-        lambda problem: max(problem.head_dim, problem.head_dim_v) > ONE_TILE,
+        is_broad,
         (Config(64, 2, is_joint=False),),
         "not measured; dQ, dK and dV of a tile do not fit the registers of two warpgroups",
     ),

@@ -11,7 +11,6 @@ from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies
 from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
-    ONE_TILE,
     Config,
     dq_columns,
     group_splits,
@@ -42,7 +41,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     sums = 4 * tiles * config.block_m * dq_columns(problem, config) if config.is_joint else 0
     statistics = tiles * (config.block_m * STATISTICS_BYTES + 4 * config.is_joint)  # and counts of turns
     workspace = sums + statistics + 4 * tiles * problem.has_sinks
-    threads = 128 if problem.head_dim_v <= ONE_TILE else 256
+    threads = 128 if problem.head_dim_v <= 128 else 256  # `launches.statistics`
     first = of_rows(tiles, rows * (2 * size * problem.head_dim_v + 4), statistics, statistics, threads)
     divided, added, ends = _of_splits(problem, config)
     workspace += added
@@ -60,7 +59,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
         return in_turn(parts, workspace)
-    finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, threads)
+    finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, 128)
     return in_turn((*zeros, first, _joint(divided, gpu, config, sums), finish, *ends), workspace)
 
 

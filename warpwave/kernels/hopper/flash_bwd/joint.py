@@ -1,8 +1,8 @@
 """The joint launch of dQ, dK and dV: five products a tile.
 
 A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of the heads that
-read them, or of its share of these heads. Scores are computed transposed, keys by queries, so that P and dS are the
-register operands of dV and dK:
+read them, or of its share of these heads. Scores are computed transposed, keys by queries, so that P and dS are
+operands of dV and dK as they are, in registers (above head_dim 128 dS in shared memory):
 
     S^T = K Q^T,  dP^T = V dO^T;   P^T = exp(S^T - lse),  dS^T = P^T (dP^T - delta);   dV += P^T dO,  dK += dS^T Q
 
@@ -12,7 +12,8 @@ it to float32 sums in memory by TMA (turns.py). A sum lies in memory in the orde
 
 Shah et al., "FlashAttention-3" (2024), appendix B.1; Dao, "FlashAttention-2" (2023), algorithm 2.
 
-Bound: tensor cores and shared memory take about as long (docs/notes/backward.md); latency between the products.
+Bound: tensor cores and shared memory take about as long, above head_dim 128 shared memory longer
+(docs/notes/backward.md); latency between the products.
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
@@ -273,7 +274,8 @@ def walk_band(
     """Adds to dK and dV what the tiles of the band contribute, of all heads of a block. Returns them and the number of
     the next tile."""
     # One loop over cut and whole tiles is half the code of two. Blocks under a band alternate between two loops, so at
-    # head_dim 128 one is up to 1.2 times as fast. Without a band its rate is 0.93, and at head_dim 64 about 0.8.
+    # head_dim 128 one is up to 1.2 times as fast. Without a band its rate is 0.93, and at head_dim 64 about 0.8. Above
+    # 128, one loop has 41 accesses to local memory per tile, two have 4; they were not timed against each other.
     ONE_LOOP: gl.constexpr = rules.BLOCK_M == 64 and (rules.HAS_HIGH or rules.HAS_LOW) and not has_second_piece(tiles)
     for h in range(heads.group_size):
         # Reading the message again is cheaper than keeping its words in registers through the loops.

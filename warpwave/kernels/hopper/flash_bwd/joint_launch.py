@@ -17,6 +17,8 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     dq_columns,
     dq_shares,
+    fits_joint,
+    is_broad,
     product_pieces,
     scheduled_blocks,
     stages_of_dout,
@@ -30,6 +32,7 @@ from warpwave.runtime.tensor_maps import MapPlan
 
 def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches, in their order."""
+    assert not is_broad(problem) or fits_joint(problem), "joint_steps.broad_step leaves out other features"
     return [_gradients(problem, gpu, tensors, config), _finish(problem, tensors, config)]
 
 
@@ -39,13 +42,15 @@ def _plans(
     """Returns the tensor maps of `sources`, in the kernel's order, None for absent ones. Those of Q and dO end with the
     last query that sees a key, those of K and V with the last visible key."""
     plans: list[MapPlan | None] = []
-    for source, tensor in enumerate(sources[:4]):
+    pieces_qk, pieces_v = tile_pieces(problem)
+    for source, tensor in enumerate(sources[:4]):  # q, k, v, dout
         of_keys = source in (1, 2)
         end = host.keys_end(problem) if of_keys else launches.queries_end(problem)
         shape, strides = host.seen(tensor, problem.packed, end)
-        rows, of_row = config.block_n if of_keys else config.block_m, tile_pieces(problem)[source >= 2]
-        plans += [MapPlan(source, shape, strides, (1, 1, rows, width)) for width in of_row]
-        plans += [None] * (2 - len(of_row))
+        block_rows = config.block_n if of_keys else config.block_m
+        pieces = pieces_qk if source < 2 else pieces_v
+        plans += [MapPlan(source, shape, strides, (1, 1, block_rows, width)) for width in pieces]
+        plans += [None] * (2 - len(pieces))
     plans += [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
     sums = sources[6]
     lines = GROUP_ROWS * min(chain(*dq_shares(problem, config))) // joint_steps.LINE.value
@@ -78,7 +83,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     # Of a query: Q, dO and dQ's sums.
     columns = sum(map(sum, tile_pieces(problem)))
     scalars = launches.of_keys(problem, tensors, config, 2 * columns + 4 * dq_columns(problem, config))
-    of_keys, of_values = product_pieces(problem)
+    pieces, pieces_v = product_pieces(problem)
     of = launch.Launch(
         kernel=joint.joint_kernel,
         grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
@@ -100,8 +105,8 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "STAGES_DOUT": stages_of_dout(problem, config),
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            "PIECES": of_keys,
-            "PIECES_V": of_values,
+            "PIECES": pieces,
+            "PIECES_V": pieces_v,
             "DQ_SHARES": dq_shares(problem, config),
             **launches.constants_of(problem),
             "BIAS": kind,

@@ -151,6 +151,15 @@ def add_product(x, rows, sums, dtype: gl.constexpr, PIECES: gl.constexpr):
 
 
 @jit
+def add_shared_product(x, rows, sums, PIECES: gl.constexpr):
+    """As `add_product`, of x in shared memory."""
+    found = ()
+    for i in gl.static_range(len(PIECES)):
+        found = found + (warpgroup_mma(x, columns_of(rows, i, PIECES), sums[i], is_async=True),)
+    return found
+
+
+@jit
 def rows_from(pieces, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """Returns COUNT rows of each piece of a tile, from row FIRST on."""
     found = ()
@@ -180,7 +189,7 @@ def gradient_of_scores(p, cap, dp, delta, rules):
 def wide_step(
     dk, dv, tiles, n, work, head, row_first, key_first, slope, words, band, GROUP: gl.constexpr, is_cut, rules
 ):  # fmt: skip
-    """Processes a tile of 64 queries, head_dim above 64. Each group multiplies its share of dQ's columns."""
+    """Processes a tile of 64 queries of at most 128 columns. Each group multiplies its share of dQ's columns."""
     dtype: gl.constexpr = tiles.keys[0].dtype
     SHARE: gl.constexpr = tiles.dq_shares[GROUP]
     BLOCK_M: gl.constexpr = rules.BLOCK_M
@@ -293,7 +302,17 @@ def narrow_step(
 
 
 @jit
-def half_of_scores(
+def start_half_of_dp(tiles, n, zero, GROUP: gl.constexpr, FIRST: gl.constexpr, rules):
+    """Returns 32 queries of dO, from the FIRST-th of a tile on, and their product with V, in flight. `zero` is an
+    `unseen_zero`: dO has one stage, and thus a fixed address, as V has."""
+    HALF: gl.constexpr = rules.BLOCK_M // 2
+    do = rows_from(matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + zero), FIRST, HALF)
+    own_values = rows_from(matrices(tiles.values, zero), GROUP * GROUP_KEYS, GROUP_KEYS)
+    return do, scores_over(own_values, do, zero_accumulator(HALF), tiles.pieces_v)
+
+
+@jit
+def p_and_ds_of_half(
     x, dp, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, FIRST: gl.constexpr,
     LATER: gl.constexpr, is_cut, rules,
 ):  # fmt: skip
@@ -318,21 +337,13 @@ def half_of_scores(
 
 
 @jit
-def add_shared_product(x, rows, sums, PIECES: gl.constexpr):
-    """As `add_product`, of x in shared memory."""
-    found = ()
-    for i in gl.static_range(len(PIECES)):
-        found = found + (warpgroup_mma(x, columns_of(rows, i, PIECES), sums[i], is_async=True),)
-    return found
-
-
-@jit
 def broad_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.constexpr, is_cut, rules):
     """Processes a tile of 64 queries whose rows have a second piece. Each group multiplies its share of dQ's columns.
 
     dK and dV take up to 160 registers. So that the rest fits, dP is computed in two halves, dV is finished before dQ
     begins, dK takes dS from shared memory, and the addresses of K, V and dO are computed anew for each product that
-    reads them (`unseen_zero`). Otherwise ptxas spills, or waits for each product (docs/notes/backward.md).
+    reads them (`unseen_zero`, of another number each time, which the compiler cannot merge). Otherwise ptxas spills, or
+    waits for each product (docs/notes/backward.md). Masks, biases and dropout take separate launches.
     """
     SHARE: gl.constexpr = tiles.dq_shares[GROUP]
     HALF: gl.constexpr = rules.BLOCK_M // 2
@@ -348,37 +359,27 @@ def broad_step(dk, dv, tiles, n, row_first, key_first, slope, band, GROUP: gl.co
     s = scores_over(own_keys, q, zero_accumulator(rules.BLOCK_M), tiles.pieces)
     wait_rows(tiles.dout, n, rows_used, rules.BLOCK_M, rules.IS_VARLEN, is_cut)
     zero_queries_before(tiles.dout, n, row_first, band, rules)
-    do0, dp0 = half_of_dp(tiles, n, unseen_zero(n), GROUP, 0, rules)
+    do0, dp0 = start_half_of_dp(tiles, n, unseen_zero(n), GROUP, 0, rules)
     x0, x1 = halves_of(warpgroup_mma_wait(len(dv), deps=[s]))
-    p0 = half_of_scores(
+    p0 = p_and_ds_of_half(
         x0, dp0, tiles, n, row_first, key_first, slope, band, GROUP, 0, 0, is_cut, rules
     )  # fmt: skip
-    do1, dp1 = half_of_dp(tiles, n, unseen_zero(n + 1), GROUP, HALF, rules)
+    do1, dp1 = start_half_of_dp(tiles, n, unseen_zero(n + 1), GROUP, HALF, rules)
     dv_next = add_product(p0, do0, dv, dtype, tiles.pieces_v)
-    p1 = half_of_scores(
+    p1 = p_and_ds_of_half(
         x1, dp1, tiles, n, row_first, key_first, slope, band, GROUP, HALF, len(dv), is_cut, rules
     )  # fmt: skip
     dv_next = add_product(p1, do1, dv_next, dtype, tiles.pieces_v)
     fence_async_shared()
     dv = wait_for(dv_next)
+    meet()  # also, every warp has read delta
     arrive_alone(stage_do)
-    meet()
     dq = dq_async(matrices(tiles.keys, unseen_zero(n + 2)), tiles, n, 0, GROUP, SHARE, rules)
     dk_next = add_shared_product(matrix(ds_part(tiles, n % 2, GROUP, 0, rules)), q, dk, tiles.pieces)
     put_dq(wait_for(dq, len(dk)), tiles, GROUP, n)
     dk = wait_for(dk_next)
     arrive_alone(stage_q)
     return dk, dv
-
-
-@jit
-def half_of_dp(tiles, n, zero, GROUP: gl.constexpr, FIRST: gl.constexpr, rules):
-    """Returns 32 queries of dO, from the FIRST-th of a tile on, and their product with V, in flight. `zero` is an
-    `unseen_zero`: dO has one stage, and thus a fixed address, as V has."""
-    HALF: gl.constexpr = rules.BLOCK_M // 2
-    do = rows_from(matrices(tiles.dout.ring.pieces, n % tiles.dout.ring.stages + zero), FIRST, HALF)
-    own_values = rows_from(matrices(tiles.values, zero), GROUP * GROUP_KEYS, GROUP_KEYS)
-    return do, scores_over(own_values, do, zero_accumulator(HALF), tiles.pieces_v)
 
 
 @constexpr_function

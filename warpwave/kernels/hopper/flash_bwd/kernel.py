@@ -59,8 +59,7 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     tiles, heads = launches.query_tiles(problem, config.block_m), launches.heads_of(problem)
     statistics = (heads, tiles * config.block_m)
     line = joint_steps.LINE.value
-    of_tile = config.block_m * dq_columns(problem, config)
-    lines = (heads * tiles * of_tile // line, line) if config.is_joint else None
+    lines = (heads * tiles * config.block_m * dq_columns(problem, config) // line, line) if config.is_joint else None
     turns = (heads, tiles) if config.is_joint else None
     of_sinks = (heads, tiles) if problem.has_sinks else None
     of_parts = split_launch.workspace_shapes(problem) if problem.dtype == "float32" else [None] * 8

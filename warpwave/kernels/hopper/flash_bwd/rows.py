@@ -185,7 +185,7 @@ def finish_dq_kernel(
         lanes = first + group // ACROSS * 64 + tl.arange(0, 64)
         rows = dq_ptr + (begin + lanes).to(tl.int64) * stride_qm
         for piece in tl.static_range(len(DQ_SHARES[group])):
-            # Behind the pieces of both groups before it, and the second group's beside the first one's.
+            # A piece follows the earlier pieces of both groups. In it, the second group's columns follow the first's.
             column = 64 * ACROSS * piece + group % ACROSS * DQ_SHARES[0][piece]
             finish_piece(sums, rows, lanes < q_end, column, softmax_scale, DQ_SHARES[group][piece], HEAD_DIM)
             sums += 64 * DQ_SHARES[group][piece]
