@@ -6,6 +6,7 @@ Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
     both      the same calls, forward and backward together
     between   backward alone, 16 heads, rows of 136 to 192 columns: 192/128, 160, 192, 136 in the same shapes
+    grouped   backward alone, causal, 32 on 8 heads and others
     drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
     features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
     biases    backward with a bias for each score of a head, without and with its gradient
@@ -306,6 +307,12 @@ def between() -> list[Row]:
     return [Row(d, b, n, causal, 16, 16, v) for d, v in dims for b, n in SHAPES for causal in (False, True)]
 
 
+def grouped() -> list[Row]:
+    """Returns causal calls of grouped heads, as language models are trained."""
+    rows = [Row(d, b, n, True, 32, 8) for d in (64, 128) for b, n in ((8, 2048), (2, 8192), (1, 16384))]
+    return [*rows, Row(128, 2, 8192, True, 32, 16), Row(192, 2, 8192, True, 16, 4, 128)]
+
+
 def drawn(seed: str) -> list[Row]:
     """Returns drawn shapes, to which no rule can have been fitted."""
     draw = random.Random(seed)
@@ -386,7 +393,7 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    names = ("rows", "both", "between", "drawn", "features", "biases", "steps")
+    names = ("rows", "both", "between", "grouped", "drawn", "features", "biases", "steps")
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")

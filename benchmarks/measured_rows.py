@@ -21,6 +21,7 @@ LEFT_OUT = ("verify",)
 OF_GRADIENTS = {
     "rows": "backward",
     "between": "backward, between",
+    "grouped": "backward, grouped",
     "both": "forward and backward",
     "drawn": "backward, drawn",
     "features": "backward, features",

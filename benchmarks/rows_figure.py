@@ -54,6 +54,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Gradients": {
         "backward": "backward",
         "backward, between": "backward, 136 to 192",
+        "backward, grouped": "backward, grouped heads",
         "backward, drawn": "backward, drawn",
         "backward, features": "backward, features",
         "backward, biases": "backward with a bias",

@@ -140,8 +140,9 @@ def quantized_rows() -> Iterator[Row]:
 
 
 def gradient_rows() -> Iterator[Row]:
-    """Yields the backward of the 18 rows of `benchmarks.gradients`, and of head sizes from 136 to 192."""
-    for row in (*gradients.table(), *gradients.between()):
+    """Yields the backward of the 18 rows of `benchmarks.gradients`, of head sizes from 136 to 192, and of grouped
+    heads."""
+    for row in (*gradients.table(), *gradients.between(), *gradients.grouped()):
         yield Row(GRADIENTS, row.name, partial(backward, row))
 
 
