@@ -149,9 +149,7 @@ def inputs(row: Row) -> Inputs:
     return Inputs(tuple(t.requires_grad_() for t in leaves), dout, offsets, beside)
 
 
-def ours(
-    row: Row, given: Inputs, deterministic: bool = False, package: Any = warpwave
-) -> Callable[[], torch.Tensor]:  # fmt: skip
+def ours(row: Row, given: Inputs, deterministic: bool = False, package: Any = warpwave) -> Callable[[], torch.Tensor]:
     """Returns our forward; `package` may be that of another tree."""
     q, k, v = given.leaves[:3]
     options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap, "precision": row.precision}

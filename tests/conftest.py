@@ -10,7 +10,6 @@ import importlib.util
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,14 +50,10 @@ MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer s
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, default=100, help="steps of the paged cache's soak test (100000 on a GPU)")
-    parser.addoption("--failures", type=Path, help="a file to which each failure is added as soon as it is known")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(KernelAccount(), "kernel_account")
-    file = config.getoption("--failures")
-    if file is not None and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report to one process
-        config.pluginmanager.register(FailureLog(file), "failure_log")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -97,18 +92,6 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             if value != nth % in_turn[test] and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.full)
             seen[f"{item.path.name} {test}"] += 1
-
-
-class FailureLog:
-    """Writes failures as they come. pytest itself names them at the end, which a run on lent time may not reach."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
 
 
 class KernelAccount:

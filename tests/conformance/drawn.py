@@ -125,7 +125,7 @@ def _length(rng: random.Random) -> int:
 
 
 def _widths_of_one_launch(rng: random.Random) -> tuple[int, int]:
-    """Returns widths whose dQ, dK and dV fit the registers of one launch on Hopper, with or without features."""
+    """Returns widths of calls whose gradients one launch may compute on Hopper."""
     if rng.random() < 0.2:
         return rng.choice([(192, 128), (160, 160), (136, 136), (128, 192), (176, 40), (144, 152)])
     narrow = [width for width in ALIGNED if width <= 128]

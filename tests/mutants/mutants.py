@@ -8,8 +8,9 @@ from __future__ import annotations
 from tests.mutants.cache import CACHE, PAGED
 from tests.mutants.forward import NAMED, OTHERS
 from tests.mutants.found import FOUND
-from tests.mutants.gradients import BACKWARD, HOPPER_BACKWARD, OF_DROPOUT, OF_HOPPER_DROPOUT
+from tests.mutants.gradients import BACKWARD, OF_DROPOUT
 from tests.mutants.hopper import HOPPER, HOPPER_FLOAT32, HOPPER_MASKS, HOPPER_QUANTIZED
+from tests.mutants.hopper_gradients import HOPPER_BACKWARD, OF_HOPPER_DROPOUT
 from tests.mutants.integrations import INTEGRATIONS
 from tests.mutants.large_heads import LARGE_HEADS
 from tests.mutants.quantized import QUANTIZED

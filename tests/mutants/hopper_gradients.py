@@ -1,0 +1,424 @@
+"""Seeded faults of Hopper's gradients, and of dropout in its kernels."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+# Of Hopper's gradients, whose source runs on a CPU as well. Roles agree about the tiles in all of them: see HOPPER.
+JOINT_STEPS = "kernels/hopper/flash_bwd/joint_steps.py"
+JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
+    f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
+)
+SPLIT_STEPS, SPLIT_ROWS = (f"kernels/hopper/flash_bwd/split_{name}.py" for name in ("steps", "rows"))
+PARTS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_a_cpu"
+BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
+MASKS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_masks_on_a_cpu"
+BIASES_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_biases_on_a_cpu"
+NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbor_stays_there"
+DROPPED_BY_GRADIENTS = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_gradients_drop_the_pairs_of_the_contract"
+DROPPED_BY_FORWARD = "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_forward_drops_the_pairs_of_the_contract"
+DROPPED_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_dropout_on_a_cpu"
+OF_HOPPER_DROPOUT = [
+    Mutant(
+        "hopper dropout: the second half of a tile drops as the first", "kernels/hopper/flash_bwd/joint_steps.py",
+        "p1 = signed(p1, row_first + HALF, key_first, True, rules)",
+        "p1 = signed(p1, row_first, key_first, True, rules)",
+        DROPPED_ON_CPU, "causal and not 40 and not 128", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "hopper dropout: the second half of columns drops as the first", "kernels/hopper/dropout.py",
+        "second = drop(second, dropout, row_first + half, key_first,",
+        "second = drop(second, dropout, row_first, key_first,",
+        DROPPED_BY_GRADIENTS, "128", "torch.equal",
+    ),
+    Mutant(
+        "hopper dropout: queries and keys exchanged in a transposed tile", "kernels/hopper/dropout.py",
+        "if KEYS_FIRST:\n            rows = across\n            keys = upright",
+        "if KEYS_FIRST:\n            rows = upright\n            keys = across",
+        DROPPED_BY_GRADIENTS, "128", "torch.equal",
+    ),
+    Mutant(
+        "hopper dropout: dv of launches apart not scaled", "kernels/hopper/flash_bwd/dkv.py",
+        "result = times(result, rules.dropout.scale)", "result = times(result, 1.0)",
+        DROPPED_ON_CPU, "causal and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "hopper dropout: dP not scaled", "kernels/hopper/flash_bwd/steps.py",
+        "dp * rules.dropout.scale - delta)", "dp * 1.0 - delta)",
+        DROPPED_ON_CPU, "causal and 128 and not 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "hopper dropout: NaN of queries before the first that sees a key", "kernels/hopper/flash_bwd/steps.py",
+        "if row_first < band.q_seen:", "if row_first < band.q_begin:",
+        DROPPED_ON_CPU, "queries and 128 and not 192", "FAIL",
+    ),
+    Mutant(
+        "hopper dropout: out not scaled", "kernels/hopper/flash_fwd/consumer.py",
+        "factor = factor * rules.dropout.scale", "factor = factor * 1.0",
+        DROPPED_BY_FORWARD, "0.5", "not close",
+    ),
+]  # fmt: skip
+HOPPER_BACKWARD = [
+    Mutant(
+        "hopper/flash_bwd: keys of a split's own head", "kernels/hopper/flash_bwd/producer.py",
+        "kv_head = work.head // schedule.splits", "kv_head = work.head",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
+    ),
+    Mutant(
+        "hopper/flash_bwd: dK of one split for all", "kernels/hopper/flash_bwd/sum_splits.py",
+        "for split in range(splits):", "for split in range(1):",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
+    ),
+    Mutant(
+        "deterministic=True without effect", "kernels/hopper/flash_bwd/joint_launch.py",
+        '"IS_DETERMINISTIC": problem.deterministic', '"IS_DETERMINISTIC": False',
+        "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_orders_sums", "True", "[False]",
+    ),
+    Mutant(
+        "sums in any order: a block does not wait for the one that stores", "kernels/hopper/flash_bwd/turns.py",
+        "rank = gl.minimum(rank, 1)", "rank = gl.minimum(rank, 0)",
+        "../kernels/hopper/test_turns.py::test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order",
+        "False", "assert [0, 0",
+    ),
+    Mutant(
+        "gradients on Hopper: nothing arrives at the log-sum-exp", ROWS,
+        "delta -= dlse.to(tl.float32)", "delta -= 0.0 * dlse.to(tl.float32)",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: log-sum-exp of what does not exist is -inf", ROWS,
+        'lse * LOG2_E, float("inf"))', 'lse * LOG2_E, float("-inf"))',
+        BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: a sink's with the other sign", ROWS,
+        "tl.where(sees, -tl.exp(sink", "tl.where(sees, tl.exp(sink",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL A peer rule of dsinks",
+    ),
+    Mutant(
+        "gradients on Hopper: rows that see nothing left out of a sink's", ROWS,
+        "of_sink += tl.load(dlse_ptr", "of_sink += 0.0 * tl.load(dlse_ptr",
+        BACKWARD_ON_CPU, "queries and keys and 128", "FAIL A peer rule of dsinks",
+    ),
+    Mutant(
+        "gradients on Hopper: dq's sums read in another order", ROWS,
+        "[1, 4, 2, 0, 3, 5]", "[1, 2, 4, 0, 3, 5]",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq added to another tile than it is of", JOINT,
+        "tile = tile_at(span, i % count)", "tile = span.begin + i % count",
+        BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq of each block in place of their sum", JOINT,
+        "if rank == 0:", "if rank >= 0:",
+        BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: turns that count blocks which add nothing", "kernels/hopper/flash_bwd/turns.py",
+        "rank = rank - gl.maximum(first_key, 0) // rules.BLOCK_N", "rank = rank + 0",
+        BACKWARD_ON_CPU, "wider and 128", "waits for a block that was not taken before",
+    ),
+    Mutant(
+        "gradients on Hopper: the last keys first, which wait for others", BAND,
+        "tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - work.tile", "tile = work.tile",
+        BACKWARD_ON_CPU, "causal and 128", "waits for a block that was not taken before",
+    ),
+    Mutant(
+        "gradients on Hopper: dq into the other group's buffer", JOINT_STEPS,
+        "tiles.dq[i].index(GROUP)", "tiles.dq[i].index(1 - GROUP)",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: all copies of a share of dq to its first lines", JOINT,
+        "to += COPY", "to += 0 * COPY",
+        BACKWARD_ON_CPU, "full and 96", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq's second share of a second piece from its first columns", JOINT_STEPS,
+        "else int(widths[int(piece)]))", "else 0)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: dq's second pieces stored among the first", ROWS,
+        "column = 64 * ACROSS * piece", "column = 64 * piece",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a broad tile with the first's log-sum-exp", JOINT_STEPS,
+        "statistics_of(tiles.queries, n, FIRST, HALF, across)",
+        "statistics_of(tiles.queries, n, 0 * FIRST, HALF, across)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a broad tile with the first's dO", JOINT_STEPS,
+        "unseen_zero(n + 1), GROUP, HALF, rules)", "unseen_zero(n + 1), GROUP, 0, rules)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: dS of a broad tile's second half over the first's", JOINT_STEPS,
+        ".slice(FIRST, HALF, dim=1).store(ds)", ".slice(0 * FIRST, HALF, dim=1).store(ds)",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: the second piece of dk and dv stored over the first", JOINT,
+        "[batch, head, key, column + i * COLUMNS]", "[batch, head, key, i * COLUMNS]",
+        BACKWARD_ON_CPU, "full and 160", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: only the first piece of keys behind a packed sequence zeroed", JOINT,
+        "zero_tail(tiles.keys[i].index(0), keys_used)", "zero_tail(tiles.keys[0].index(0), keys_used)",
+        NEIGHBOURS_ON_CPU, "192 and 0-float16", "d",
+    ),
+    Mutant(
+        "gradients on Hopper: the first rows behind a packed sequence not zeroed", "kernels/hopper/rows.py",
+        "i = gl.maximum(rows_used, 0) // 16", "i = gl.maximum(rows_used, 0) // 16 + 1",
+        NEIGHBOURS_ON_CPU, "128 and not 192 and causal", "d",
+    ),
+    Mutant(
+        "gradients on Hopper: dk without the softmax scale", JOINT,
+        "dk = times(dk, rules.softmax_scale)", "dk = times(dk, 1.0)",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: scores of the last piece of columns alone", "kernels/hopper/flash_bwd/joint_steps.py",
+        "x, use_acc=i > 0, is_async=True)", "x, use_acc=False, is_async=True)",
+        BACKWARD_ON_CPU, "full and 104", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: a group's first head in place of each", "kernels/hopper/flash_bwd/producer.py",
+        "head = work.head * heads.group_size + i // count\n                down",
+        "head = work.head * heads.group_size\n                down",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: last head of a group lost", "kernels/hopper/flash_bwd/launches.py",
+        "problem.num_heads_q // heads,", "max(1, problem.num_heads_q // heads - 1),",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a tile with the first's log-sum-exp", JOINT_STEPS,
+        "(tiles.queries, n, HALF, HALF, across)", "(tiles.queries, n, 0 * HALF, HALF, across)",
+        BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: second half of a tile with the first's band", JOINT_STEPS,
+        "lse1[None, :], band, row_first + HALF,", "lse1[None, :], band, row_first,",
+        BACKWARD_ON_CPU, "causal and 24", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: softcap's derivative left out", JOINT_STEPS,
+        "ds = ds * cap", "ds = ds * 1.0",
+        BACKWARD_ON_CPU, "window and 128", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients on Hopper: ALiBi's distance without the offset of the keys", "kernels/hopper/flash_bwd/steps.py",
+        "gl.abs(rows + band.offset - keys)", "gl.abs(rows - keys)",
+        BACKWARD_ON_CPU, "window and 128", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: a cut tile walked without its mask", BAND,
+        "whole_begin = gl.cdiv(gl.maximum(key_last - band.high - band.q_begin, 0), rules.BLOCK_M)",
+        "whole_begin = gl.maximum(key_last - band.high - band.q_begin, 0) // rules.BLOCK_M",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "gradients on Hopper: queries end with those that see a block's first key", BAND,
+        "gl.minimum(last, gl.minimum(key_last, band.k_end - 1) - band.low + 1)",
+        "gl.minimum(last, key_first - band.low + 1)",
+        BACKWARD_ON_CPU, "window and 128", "waits for a block that was not taken before",
+    ),
+    Mutant(
+        "gradients on Hopper: mask one key too narrow", BAND,
+        "seen = constant >= first[:, None] - of_thread", "seen = constant > first[:, None] - of_thread",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: window's left edge exclusive", BAND,
+        "(constant <= last[:, None] - of_thread)", "(constant < last[:, None] - of_thread)",
+        BACKWARD_ON_CPU, "packed and window and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "dQ apart: mask one key too narrow", BAND,
+        "seen = constant <= last[:, None] - of_thread", "seen = constant < last[:, None] - of_thread",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "gradients on Hopper: one loop leaves the last cut tile without its mask",
+        "kernels/hopper/flash_bwd/joint.py", "cut = is_cut(span, i)", "cut = is_cut(span, i) & (i + 1 < steps)",
+        BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: statistics of another packed sequence", BAND,
+        "(work.q_begin // TILE + work.batch) * TILE", "(work.q_begin // TILE) * TILE",
+        BACKWARD_ON_CPU, "packed and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: queries of the next sequence multiplied", "kernels/hopper/flash_bwd/steps.py",
+        "if rows_used < BLOCK_M:", "if rows_used < 0:",
+        NEIGHBOURS_ON_CPU, "192", "dk",
+    ),
+    Mutant(
+        "bias on Hopper: that of the kv head", "kernels/hopper/flash_bwd/producer.py",
+        "load_bias(tiles.bias, place, full, batch, head,", "load_bias(tiles.bias, place, full, batch, work.head,",
+        BIASES_ON_CPU, "score and 40", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "bias on Hopper: tile of the other group", APART_DQ,
+        "load_bias(tiles.bias, stage * GROUPS + g,", "load_bias(tiles.bias, stage * GROUPS + 1 - g,",
+        BIASES_ON_CPU, "score and 40", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "bias on Hopper: read in the other stage of P", APART_DKV,
+        "bias_tile = tiles.bias.tiles.shape[0] // 2 * (n % 2)",
+        "bias_tile = tiles.bias.tiles.shape[0] // 2 * (1 - n % 2)",
+        BIASES_ON_CPU, "score and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "bias on Hopper: its gradient times the softcap's derivative", APART_DQ,
+        "if rules.HAS_SOFTCAP and not takes_ds:", "if rules.HAS_SOFTCAP:",
+        BIASES_ON_CPU, "softcap and 40", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "bias on Hopper: hidden tiles of its gradient not written", "kernels/hopper/flash_bwd/kernel.py",
+        "dbias.zero_()", "dbias.fill_(1.0)",
+        BIASES_ON_CPU, "window and 40", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "bias on Hopper: its gradient of the first batch item alone", "kernels/hopper/flash_bwd/kernel.py",
+        "tensors.dbias.sum(axes, keepdim=True) if axes", "tensors.dbias[:1].sum(axes, keepdim=True) if axes",
+        BIASES_ON_CPU, "window and 40", "FAIL B1 maximum of dbias",
+    ),
+    Mutant(
+        "bias on Hopper: NaN of keys that it hides multiplied", "kernels/prepass/bias_seen.py",
+        "seen = tl.max(shown, 0).to(tl.int8)", "seen = tl.max(shown + 1, 0).to(tl.int8)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_behind_a_bias_goes_nowhere", "", "FAIL",
+    ),
+    Mutant(
+        "mask on Hopper: last step of each block lost", "kernels/prepass/mask_steps.py",
+        "tl.store(lists_ptr, tl.maximum(count, 1))", "tl.store(lists_ptr, tl.maximum(count - 1, 1))",
+        MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "mask on Hopper: keys behind the end have the bits of the last one", "kernels/hopper/flash_bwd/steps.py",
+        "words = gl.where((rows < rows_end)[:, None], words, 0)", "words = gl.where((rows >= 0)[:, None], words, 0)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_keys_behind_the_end_of_a_mask_have_no_weight", "40",
+        "isfinite",
+    ),
+    Mutant(
+        "mask on Hopper: the second half of a tile sees as the first", "kernels/hopper/flash_bwd/joint_steps.py",
+        "half = words >> (HALF // 4)", "half = words >> 0",
+        MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "bias on Hopper: sums of a tile that no block visits", "kernels/hopper/flash_bwd/kernel.py",
+        "(problem.bias_shape is not None and has_hidden_rows)", "(problem.bias_shape is not None and False)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_a_bias_whose_gradient_is_not_wanted", "from and 128", "FAIL",
+    ),
+    Mutant(
+        "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_steps.py",
+        "shown = (shown != 0).to(tl.int32)", "shown = ((shown >= 0) & (step < steps)).to(tl.int32)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
+    ),
+    Mutant(
+        "slopes on Hopper: gradient with the other sign", APART_DQ,
+        "of_slope -= gl.sum(", "of_slope += gl.sum(",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_on_a_cpu", "", "FAIL A peer rule of dalibi_slopes",
+    ),
+    Mutant(
+        "dK and dV apart: softcap's derivative not passed on", APART_DKV,
+        "passed = p * cap", "passed = p * 1.0",
+        BACKWARD_ON_CPU, "window and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: next scores of the same queries", APART_DKV,
+        "tiles.queries.ring, n + 1, zero_accumulator", "tiles.queries.ring, n, zero_accumulator",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dK and dV apart: delta of another tile", APART_DKV,
+        "delta = statistics_of(tiles.dout, n, 0", "delta = statistics_of(tiles.dout, n + 1, 0",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: dK without the softmax scale", APART_DKV,
+        "times(result, rules.softmax_scale)", "times(result, 1.0)",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "dK and dV apart: a cut tile without its mask", APART_DKV,
+        "p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)", "p = p * 1.0",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dK and dV apart: the first head's slope for a whole group", APART_DKV,
+        "head = gl.where(place + 1 == count, head + 1, head)", "head = gl.where(place + 1 == count, head, head)",
+        BACKWARD_ON_CPU, "window and 192", "FAIL B1 maximum of dv",
+    ),
+    Mutant(
+        "dQ apart: statistics of the first group's queries for both", APART_DQ,
+        "(row_first - band.q_begin)\n    lse", "(block_first - band.q_begin)\n    lse",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: without the softmax scale", APART_DQ,
+        "times(dq, rules.softmax_scale)", "times(dq, 1.0)",
+        BACKWARD_ON_CPU, "full and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: tiles above the diagonal taken for whole", APART_DQ,
+        "cut = cut | (key_first + rules.BLOCK_N - 1 > row_first + band.high)",
+        "cut = cut | (key_first > row_first + ROWS + band.high)",
+        BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "dQ apart: keys of the next sequence multiplied", APART_DQ,
+        "if keys_used < rules.BLOCK_N:", "if keys_used < 0:",
+        NEIGHBOURS_ON_CPU, "192", "dq",
+    ),
+    Mutant(
+        "dQ apart: values of the next sequence not hidden", APART_DQ,
+        "cut = key_first + rules.BLOCK_N > band.k_end", "cut = key_first > band.k_end",
+        NEIGHBOURS_ON_CPU, "192", "dq",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: a large part for a small one", SPLIT_STEPS,
+        "values_slice(ring, tile + 1, i), small, is_async=True)", "values_slice(ring, tile, i), small, is_async=True)",
+        PARTS_ON_CPU, "causal and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: scales of the first head", SPLIT_STEPS,
+        "tile = (batch * num_heads + head)", "tile = (batch * num_heads + 0 * head)",
+        PARTS_ON_CPU, "causal and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: a row's scale undone by half", SPLIT_STEPS,
+        "power_of_two(biased - 14 + exponent)", "power_of_two(biased - 15 + exponent)",
+        PARTS_ON_CPU, "causal and 40", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: rows of dS need not add up", "kernels/hopper/flash_bwd/split_dq.py",
+        "x - like(excess, x) * gl.load(", "x - 0.0 * like(excess, x) * gl.load(",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_other_data", "causal and low",
+        "FAIL B2 RMS of dq",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: what arrives at the log-sum-exp is taken for an error", SPLIT_ROWS,
+        "tl.store(sums_ptr + at, sums)", "tl.store(sums_ptr + at, 0.0 * sums)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_other_data", "causal and low",
+        "FAIL B2 RMS of dq",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: what arrives at the log-sum-exp overflows", SPLIT_ROWS,
+        "most = LARGEST_DLSE - bits - v_exponent", "most = bits * 0 + exponent",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_of_a_loss_of_the_log_sum_exp_alone", "",
+        "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "float32 gradients on Hopper: keys of the next sequence in a tile", SPLIT_ROWS,
+        "begin, first, low_row, high_row, UNIT, HEAD_DIM, ROWS,",
+        "begin, first, low_row, 2147483647 - begin * 0, UNIT, HEAD_DIM, ROWS,",
+        NEIGHBOURS_ON_CPU, "float32 and causal", "d",
+    ),
+]  # fmt: skip
