@@ -371,7 +371,7 @@ def dkv_kernel(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules)),
+            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules, False)),
         ],
         [4, 1],
         [240, 24],

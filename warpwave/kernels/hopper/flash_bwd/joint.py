@@ -153,8 +153,8 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
         tiles_of_head = heads.rows // rules.BLOCK_M
         for i in range(steps):
             if n % ADDERS == WARP:
-                head = work.head * heads.group_size + i // count
-                tile = tile_at(span, i % count)
+                head = work.head * heads.group_size + i % heads.group_size
+                tile = tile_at(span, i // heads.group_size)
                 if rules.HAS_MASK:
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
@@ -277,45 +277,54 @@ def walk_band(
     # head_dim 128 one is up to 1.2 times as fast. Without a band its rate is 0.93, and at head_dim 64 about 0.8. Above
     # 128, one loop has 41 accesses to local memory per tile, two have 4; they were not timed against each other.
     ONE_LOOP: gl.constexpr = rules.BLOCK_M == 64 and (rules.HAS_HIGH or rules.HAS_LOW) and not has_second_piece(tiles)
+    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    band = band_of(work, rules)
+    block_first = band.k_begin + work.tile * rules.BLOCK_N
+    key_first = block_first + GROUP * GROUP_KEYS
+    span = query_span(band, block_first, rules)
+    steps = span.end - span.begin
+    if ONE_LOOP:
+        for i in range(steps):
+            dk, dv, n = walk_heads(
+                dk, dv, tiles, messages, n, dropout_key, results, row_of(span, i, band, rules), key_first, band,
+                is_cut(span, i), GROUP, seqlen_q, seqlen_k, heads, rules,
+            )  # fmt: skip
+    else:
+        # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
+        behind = span.end - span.whole_end
+        upto = span.end - span.whole_begin
+        for is_second in range(2):
+            cut_end = gl.where(is_second == 0, behind, steps)
+            for i in range(is_second * upto, cut_end):
+                dk, dv, n = walk_heads(
+                    dk, dv, tiles, messages, n, dropout_key, results, row_of(span, i, band, rules), key_first, band,
+                    True, GROUP, seqlen_q, seqlen_k, heads, rules,
+                )  # fmt: skip
+            for i in range(cut_end, upto):
+                dk, dv, n = walk_heads(
+                    dk, dv, tiles, messages, n, dropout_key, results, row_of(span, i, band, rules), key_first, band,
+                    False, GROUP, seqlen_q, seqlen_k, heads, rules,
+                )  # fmt: skip
+    return dk, dv, n
+
+
+@jit
+def walk_heads(
+    dk, dv, tiles, messages, n, dropout_key, results, row_first, key_first, band, cut, GROUP: gl.constexpr, seqlen_q,
+    seqlen_k, heads, rules,
+):  # fmt: skip
+    """As `walk_band`, of a tile of queries of each head. Walked head after head, a block whose heads have fewer tiles
+    than those of the first block would get ahead of it, and wait at each head until that block stores (turns.py)."""
     for h in range(heads.group_size):
         # Reading the message again is cheaper than keeping its words in registers through the loops.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
-        band = band_of(work, rules)
-        block_first = band.k_begin + work.tile * rules.BLOCK_N
-        key_first = block_first + GROUP * GROUP_KEYS
-        span = query_span(band, block_first, rules)
-        slope = slope_of(
-            results.alibi_slopes_ptr, results.stride_alibi_b, work, work.head * heads.group_size + h, rules
-        )
         head = work.head * heads.group_size + h
+        slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
         rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
-        steps = span.end - span.begin
-        if ONE_LOOP:
-            for i in range(steps):
-                row_first = row_of(span, i, band, rules)
-                cut = is_cut(span, i)
-                dk, dv = step(
-                    dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head
-                )  # fmt: skip
-                n += 1
-        else:
-            # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
-            behind = span.end - span.whole_end
-            upto = span.end - span.whole_begin
-            for is_second in range(2):
-                cut_end = gl.where(is_second == 0, behind, steps)
-                for i in range(is_second * upto, cut_end):
-                    row_first = row_of(span, i, band, rules)
-                    dk, dv = step(
-                        dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, True, rules_of_head
-                    )  # fmt: skip
-                    n += 1
-                for i in range(cut_end, upto):
-                    row_first = row_of(span, i, band, rules)
-                    dk, dv = step(
-                        dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, False, rules_of_head
-                    )  # fmt: skip
-                    n += 1
+        dk, dv = step(
+            dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head
+        )  # fmt: skip
+        n += 1
     return dk, dv, n
 
 
@@ -489,7 +498,7 @@ def joint_kernel(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules)),
+            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules, True)),
             (adder, (0, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules)),
             (adder, (1, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules)),
         ],

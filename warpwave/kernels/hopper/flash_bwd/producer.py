@@ -10,8 +10,12 @@ from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
 
 
 @jit
-def producer(maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules):
-    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
+def producer(
+    maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules,
+    TILES_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Draws blocks of keys, and loads K and V of each and the queries that see them: a tile of all heads before the
+    next tile, or all tiles of a head before the next head."""
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
     n = 0
     messages = 0
@@ -36,8 +40,8 @@ def producer(maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedu
             if rules.HAS_MASK:
                 steps = gl.load(walk)
             for i in range(steps):
-                head = work.head * heads.group_size + i // count
-                down = tile_at(span, i % count) * rules.BLOCK_M
+                head = work.head * heads.group_size + (i % heads.group_size if TILES_FIRST else i // count)
+                down = tile_at(span, i // heads.group_size if TILES_FIRST else i % count) * rules.BLOCK_M
                 if rules.HAS_MASK:
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     down = row_first - band.q_begin
