@@ -308,7 +308,8 @@ def between() -> list[Row]:
 def grouped() -> list[Row]:
     """Returns causal calls of grouped heads, as language models are trained."""
     rows = [Row(d, b, n, True, 32, 8) for d in (64, 128) for b, n in ((8, 2048), (2, 8192), (1, 16384))]
-    return [*rows, Row(128, 2, 8192, True, 32, 16), Row(192, 2, 8192, True, 16, 4, 128)]
+    broad = [Row(192, 2, 8192, True, 16, heads, 128) for heads in (8, 4)]
+    return [*rows, Row(128, 2, 8192, True, 32, 16), *broad, Row(160, 2, 8192, True, 16, 4)]
 
 
 def drawn(seed: str) -> list[Row]:

@@ -76,7 +76,7 @@ SAMPLE = (
     *(((192, 128), "plain"), ((160, 160), "no groups")),
 )
 # Above head_dim 128: the calls that a joint kernel serves.
-BROAD = ("plain", "no groups", "splits")
+BROAD = ("plain", "no groups", "splits", "deterministic")
 
 
 @pytest.mark.parametrize(

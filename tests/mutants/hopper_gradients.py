@@ -107,7 +107,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dq added to another tile than it is of", JOINT,
-        "tile = tile_at(span, i % count)", "tile = span.begin + i % count",
+        "tile = tile_at(span, i // heads.group_size)", "tile = span.begin + i // heads.group_size",
         BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
     ),
     Mutant(
@@ -188,8 +188,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: a group's first head in place of each", "kernels/hopper/flash_bwd/producer.py",
-        "head = work.head * heads.group_size + i // count\n                down",
-        "head = work.head * heads.group_size\n                down",
+        "(i % heads.group_size if TILES_FIRST else i // count)", "(0 if TILES_FIRST else i // count)",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(
@@ -246,7 +245,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: one loop leaves the last cut tile without its mask",
-        "kernels/hopper/flash_bwd/joint.py", "cut = is_cut(span, i)", "cut = is_cut(span, i) & (i + 1 < steps)",
+        JOINT, "key_first, band, is_cut(span, i), GROUP", "key_first, band, is_cut(span, i) & (i + 1 < steps), GROUP",
         BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
     ),
     Mutant(

@@ -44,7 +44,7 @@ IN_TWO_PIECES: dict[str, Any] = {
     name: values for name, values in GRID.items() if name not in ("mask", "bias", "softcap", "dropout")
 } | {
     "dims": ((192, 128), (160, 160), (136, 136), (128, 192), (192, 64), (176, 112), (96, 160), (144, 152), (24, 168)),
-    "heads": ((1, 1), (2, 2), (5, 5)),
+    "heads": ((1, 1), (2, 2), (5, 5), (4, 2), (12, 3)),
 }
 
 

@@ -167,10 +167,7 @@ def test_keys_behind_the_end_of_a_mask_have_no_weight(dims: tuple[int, int]) -> 
 )
 @pytest.mark.parametrize("features", CALLS)
 def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
-    case = replace(SHORT, dims=dims, **CALLS[features])
-    if config == 0 and max(dims) > 128:  # grouped heads under a band take separate launches
-        case = replace(case, heads=(2, 2))
-    call = cases.build(case, "normal", CPU)
+    call = cases.build(replace(SHORT, dims=dims, **CALLS[features]), "normal", CPU)
     g = torch.Generator().manual_seed(2)
     q = call.operands.q
     dout = torch.randn(*q.shape[:-1], call.problem.head_dim_v, generator=g).to(q.dtype)
@@ -251,8 +248,6 @@ def test_nan_of_a_neighbor_stays_there(
 ) -> None:
     """Tiles that reach into the next packed sequence take nothing from it."""
     case = replace(SHORT, dtype=dtype, dims=dims, packed=True, batch=5, lengths=(70, 150), lse=False, **features)
-    if config == 0 and max(dims) > 128:  # as above
-        case = replace(case, heads=(2, 2))
     call = cases.build(case, "normal", CPU)
     dout = torch.randn(*call.operands.q.shape[:-1], dims[1], generator=torch.Generator().manual_seed(2))
     dout = dout.to(call.operands.q.dtype)

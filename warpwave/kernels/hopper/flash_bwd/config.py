@@ -126,12 +126,6 @@ def fits_joint(problem: AttentionProblem) -> bool:
     return widest <= MAX_JOINT and sum(map(sum, product_pieces(problem))) <= MAX_JOINT_SUM
 
 
-def waits_for_first_block(problem: AttentionProblem) -> bool:
-    """Returns whether blocks of a joint launch wait for the first one at each head: those of grouped heads under a band
-    (docs/notes/backward.md)."""
-    return problem.has_band and problem.num_heads_q != problem.num_heads_kv
-
-
 def widths(problem: AttentionProblem) -> tuple[int, int]:
     """Returns the columns of tiles of Q and K, and of V and dO, of separate launches."""
     return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
@@ -147,14 +141,6 @@ RULES: tuple[Rule[Config], ...] = (
         lambda problem: problem.dtype == "float32",
         (Config(64, 2, is_joint=False),),
         "not measured; parts of wider tiles do not fit shared memory at head_dim 128",
-    ),
-    Rule(
-        "head_dim above 128, of grouped heads under a band",
-        lambda problem: is_broad(problem) and fits_joint(problem) and waits_for_first_block(problem),
-        (Config(64, 2, is_joint=False),),
-        "192/128, four heads a group: 0.96 of cuDNN's rate; a similar call had 0.87 in a joint launch, whose blocks "
-        "wait for each other at every head",
-        "2026-11-26-h100-gradients.json",
     ),
     Rule(
         "head_dim above 128, dK and dV fit the registers",

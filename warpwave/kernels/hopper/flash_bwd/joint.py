@@ -283,11 +283,16 @@ def walk_band(
     key_first = block_first + GROUP * GROUP_KEYS
     span = query_span(band, block_first, rules)
     steps = span.end - span.begin
+    # One loop over tiles and heads: of two nested ones, the compilers compute what depends on the tile outside the
+    # inner one, and keep it in local memory.
+    i = gl.to_tensor(0)
+    h = gl.to_tensor(0)
+    g = heads.group_size
     if ONE_LOOP:
-        for i in range(steps):
-            dk, dv, n = walk_heads(
-                dk, dv, tiles, messages, n, dropout_key, results, row_of(span, i, band, rules), key_first, band,
-                is_cut(span, i), GROUP, seqlen_q, seqlen_k, heads, rules,
+        for _ in range(steps * g):
+            dk, dv, n, i, h = walk_tile(
+                dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, is_cut(span, i), GROUP,
+                seqlen_q, seqlen_k, heads, rules,
             )  # fmt: skip
     else:
         # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
@@ -295,37 +300,36 @@ def walk_band(
         upto = span.end - span.whole_begin
         for is_second in range(2):
             cut_end = gl.where(is_second == 0, behind, steps)
-            for i in range(is_second * upto, cut_end):
-                dk, dv, n = walk_heads(
-                    dk, dv, tiles, messages, n, dropout_key, results, row_of(span, i, band, rules), key_first, band,
-                    True, GROUP, seqlen_q, seqlen_k, heads, rules,
+            for _ in range(is_second * upto * g, cut_end * g):
+                dk, dv, n, i, h = walk_tile(
+                    dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, True, GROUP,
+                    seqlen_q, seqlen_k, heads, rules,
                 )  # fmt: skip
-            for i in range(cut_end, upto):
-                dk, dv, n = walk_heads(
-                    dk, dv, tiles, messages, n, dropout_key, results, row_of(span, i, band, rules), key_first, band,
-                    False, GROUP, seqlen_q, seqlen_k, heads, rules,
+            for _ in range(cut_end * g, upto * g):
+                dk, dv, n, i, h = walk_tile(
+                    dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, False, GROUP,
+                    seqlen_q, seqlen_k, heads, rules,
                 )  # fmt: skip
     return dk, dv, n
 
 
 @jit
-def walk_heads(
-    dk, dv, tiles, messages, n, dropout_key, results, row_first, key_first, band, cut, GROUP: gl.constexpr, seqlen_q,
+def walk_tile(
+    dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, cut, GROUP: gl.constexpr, seqlen_q,
     seqlen_k, heads, rules,
 ):  # fmt: skip
-    """As `walk_band`, of a tile of queries of each head. Walked head after head, a block whose heads have fewer tiles
-    than those of the first block would get ahead of it, and wait at each head until that block stores (turns.py)."""
-    for h in range(heads.group_size):
-        # Reading the message again is cheaper than keeping its words in registers through the loops.
-        work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
-        head = work.head * heads.group_size + h
-        slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
-        rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
-        dk, dv = step(
-            dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head
-        )  # fmt: skip
-        n += 1
-    return dk, dv, n
+    """As `walk_band`, of the i-th tile of queries of the h-th head; also returns the next i and h. All heads of a tile
+    come before the next tile: walked head after head, a block whose heads have fewer tiles than those of the first
+    block would get ahead of it, and wait at each head until that block stores (turns.py)."""
+    # Reading the message again is cheaper than keeping its words in registers through the loops.
+    work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+    head = work.head * heads.group_size + h
+    slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
+    rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
+    row_first = row_of(span, i, band, rules)
+    dk, dv = step(dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head)
+    is_last_head = h + 1 == heads.group_size
+    return dk, dv, n + 1, gl.where(is_last_head, i + 1, i), gl.where(is_last_head, 0, h + 1)
 
 
 @jit
