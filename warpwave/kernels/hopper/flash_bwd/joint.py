@@ -25,7 +25,6 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     Rules,
     band_of,
     first_statistic,
-    is_cut,
     query_span,
     tile_at,
 )
@@ -284,14 +283,17 @@ def walk_band(
     span = query_span(band, block_first, rules)
     steps = span.end - span.begin
     # One loop over tiles and heads: of two nested ones, the compilers compute what depends on the tile outside the
-    # inner one, and keep it in local memory.
-    i = gl.to_tensor(0)
+    # inner one, and keep it in local memory. It counts tiles, so that no other register does.
+    row_first = row_of(span, 0, band, rules)
     h = gl.to_tensor(0)
     g = heads.group_size
     if ONE_LOOP:
-        for _ in range(steps * g):
-            dk, dv, n, i, h = walk_tile(
-                dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, is_cut(span, i), GROUP,
+        whole_first = band.q_begin + span.whole_begin * rules.BLOCK_M
+        whole_end = band.q_begin + span.whole_end * rules.BLOCK_M
+        for number in range(n, n + steps * g):
+            cut = (row_first < whole_first) | (row_first >= whole_end)
+            dk, dv, row_first, h = walk_tile(
+                dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, cut, GROUP,
                 seqlen_q, seqlen_k, heads, rules,
             )  # fmt: skip
     else:
@@ -300,25 +302,25 @@ def walk_band(
         upto = span.end - span.whole_begin
         for is_second in range(2):
             cut_end = gl.where(is_second == 0, behind, steps)
-            for _ in range(is_second * upto * g, cut_end * g):
-                dk, dv, n, i, h = walk_tile(
-                    dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, True, GROUP,
+            for number in range(n + is_second * upto * g, n + cut_end * g):
+                dk, dv, row_first, h = walk_tile(
+                    dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, True, GROUP,
                     seqlen_q, seqlen_k, heads, rules,
                 )  # fmt: skip
-            for _ in range(cut_end * g, upto * g):
-                dk, dv, n, i, h = walk_tile(
-                    dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, False, GROUP,
+            for number in range(n + cut_end * g, n + upto * g):
+                dk, dv, row_first, h = walk_tile(
+                    dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, False, GROUP,
                     seqlen_q, seqlen_k, heads, rules,
                 )  # fmt: skip
-    return dk, dv, n
+    return dk, dv, n + steps * g
 
 
 @jit
 def walk_tile(
-    dk, dv, tiles, messages, n, dropout_key, results, i, h, span, key_first, band, cut, GROUP: gl.constexpr, seqlen_q,
+    dk, dv, tiles, messages, n, dropout_key, results, row_first, h, key_first, band, cut, GROUP: gl.constexpr, seqlen_q,
     seqlen_k, heads, rules,
 ):  # fmt: skip
-    """As `walk_band`, of the i-th tile of queries of the h-th head; also returns the next i and h. All heads of a tile
+    """As `walk_band`, of a tile of queries of the h-th head; also returns the next row_first and h. All heads of a tile
     come before the next tile: walked head after head, a block whose heads have fewer tiles than those of the first
     block would get ahead of it, and wait at each head until that block stores (turns.py)."""
     # Reading the message again is cheaper than keeping its words in registers through the loops.
@@ -326,10 +328,10 @@ def walk_tile(
     head = work.head * heads.group_size + h
     slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
     rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
-    row_first = row_of(span, i, band, rules)
     dk, dv = step(dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head)
-    is_last_head = h + 1 == heads.group_size
-    return dk, dv, n + 1, gl.where(is_last_head, i + 1, i), gl.where(is_last_head, 0, h + 1)
+    h += 1
+    row_first = gl.where(h == heads.group_size, row_first - rules.BLOCK_M, row_first)
+    return dk, dv, row_first, gl.where(h == heads.group_size, 0, h)
 
 
 @jit
