@@ -403,6 +403,7 @@ def main() -> None:
         "rows": table(),
         "both": table(),
         "between": between(),
+        "grouped": grouped(),
         "drawn": drawn(seed),
         "features": features(),
         "biases": biases(),
