@@ -1,8 +1,9 @@
 """The joint launch of dQ, dK and dV: five products a tile.
 
 A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of the heads that
-read them, or of its share of these heads. Scores are computed transposed, keys by queries, so that P and dS are
-operands of dV and dK as they are, in registers (above head_dim 128 dS in shared memory):
+read them, or of its share of these heads: all heads of a tile before the next tile. Scores are computed transposed,
+keys by queries, so that P and dS are operands of dV and dK as they are, in registers (above head_dim 128 dS in shared
+memory):
 
     S^T = K Q^T,  dP^T = V dO^T;   P^T = exp(S^T - lse),  dS^T = P^T (dP^T - delta);   dV += P^T dO,  dK += dS^T Q
 

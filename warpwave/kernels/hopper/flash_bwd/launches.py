@@ -192,10 +192,10 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         splits,
         problem.batch,
         tiles_per_head,
-        # L2 holds one query head of each kv head that runs, because blocks walk the heads of a group one after another.
-        # If it held whole groups, few kv heads would run together, and the longest blocks of the last ones would start
-        # late. One query head per kv head was 1.20 to 1.42 times as fast in the joint launch
-        # (2026-11-25-h100-descriptors.json); it was not timed in the launch apart.
+        # As if L2 held one query head of each kv head that runs. If it held whole groups, few kv heads would run
+        # together, and the longest blocks of the last ones would start late. One query head per kv head was 1.20 to
+        # 1.42 times as fast in the joint launch (2026-11-25-h100-descriptors.json), which then walked head after head;
+        # it was not timed again, and never in the launch apart.
         host.heads_in_l2(problem, heads, blocks, problem.seqlen_q * bytes_of_row),
         problem.seqlen_q,
         problem.seqlen_k,

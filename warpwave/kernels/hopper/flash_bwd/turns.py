@@ -6,15 +6,15 @@ it. Each tile of a head has a count in memory. A block waits until the count is 
 - Deterministic: the rank is the number of blocks before it that see the tile, and each block raises the count by one.
   The order of the sums, and with it their bits, is the same in every run.
 - Otherwise the rank is 0 for the first block and 1 for all others, and only the first block raises the count. That is
-  up to 1.36 times as fast (`2026-11-26-h100-gradients.json`).
+  up to 1.15 times as fast (`2026-11-27-h200-gradients-beside-peers.json`).
 
 Under a mask, the first block with a visible pair of a tile is not known. The sums are then zeroed before, and all
 blocks add to them without waiting; deterministic gradients come from launches apart.
 
 Nothing waits for ever, because a block waits only for blocks of earlier keys, which running programs took before
 (`band.work_on_keys`, `scheduler.draw_in_order`). Without a mask, all blocks walk their queries from the last tile to
-the first: under a band, a block of later keys begins at the same tile as one of earlier keys, or at an earlier tile, so
-the deterministic order costs little time.
+the first, and all heads of a tile before the next tile. Under a causal mask, a block of later keys has fewer tiles than
+one of earlier keys, but begins at the same one: it never gets ahead, and waits little.
 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """
