@@ -46,7 +46,7 @@ IN_TWO_PIECES: dict[str, Any] = {
     "dims": ((192, 128), (160, 160), (136, 136), (128, 192), (192, 64), (176, 112), (96, 160), (144, 152), (24, 168)),
     "heads": ((1, 1), (2, 2), (5, 5), (4, 2), (12, 3)),
     # 3 keys under a causal mask are seen by 3 queries.
-    "lengths": tuple(lengths for lengths in GRID["lengths"] if lengths != (799, 3)) + ((799, 35),),
+    "lengths": (*(lengths for lengths in GRID["lengths"] if lengths != (799, 3)), (799, 35)),
 }
 
 
