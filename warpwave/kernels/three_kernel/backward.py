@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave.gpu import Gpu
-from warpwave.kernels import reasons
-from warpwave.kernels.arguments import band_constants, padded, window
+from warpwave.kernels import arguments, reasons
+from warpwave.kernels.groups import Window
 from warpwave.kernels.partials import inverse_sum, join
 from warpwave.kernels.primitives import (
     LOG2_E,
@@ -34,7 +34,7 @@ from warpwave.kernels.primitives import (
     visible_keys,
 )
 from warpwave.kernels.three_kernel.plan import Chunk, Config, Plan, plan
-from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, whole_lines
+from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, ChunkPlace, whole_lines
 from warpwave.kernels.torch_products import add_product, plainly, product_into
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -62,12 +62,11 @@ def _tile_of_rows(
     low,
     high,
     softmax_scale,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
+    window: Window,
 ):
     """Returns scores in bits, minus infinity where hidden, and dP, 0 where hidden: [ROWS, KEYS]."""
     visible = row_inside[:, None] & (keys < key_end)[None, :]
-    visible = visible & band_visible(rows, keys, low, high, HAS_LOW, HAS_HIGH)
+    visible = visible & band_visible(rows, keys, low, high, window.HAS_LOW, window.HAS_HIGH)
     in_lines = row_inside[:, None] & (keys < (key_end + LINE - 1) // LINE * LINE)[None, :]
     raw = tl.load(tile_pointers(scores_ptr, rows - row_begin, keys - key_base, stride_sm, 1), mask=in_lines, other=0.0)
     dp = tl.load(tile_pointers(dp_ptr, rows - row_begin, keys - key_base, stride_sm, 1), mask=in_lines, other=0.0)
@@ -106,20 +105,13 @@ def chunk_gradients_kernel(
     seqlen_q,
     seqlen_k,
     num_heads_q,
-    window_left,
-    window_right,
-    first_head,
-    row_begin,
-    chunk_rows,
-    key_base,
+    window: Window,
+    chunk: ChunkPlace,
     num_tiles_m,
     softmax_scale,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     WHOLE: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
@@ -130,16 +122,17 @@ def chunk_gradients_kernel(
     """
     tile = tl.program_id(0) % num_tiles_m
     chunk_head = (tl.program_id(0) // num_tiles_m).to(tl.int64)
-    head = (first_head + chunk_head) % num_heads_q
-    batch = (first_head + chunk_head) // num_heads_q
-    row_end = tl.minimum(row_begin + chunk_rows, seqlen_q)
+    head = (chunk.first_head + chunk_head) % num_heads_q
+    batch = (chunk.first_head + chunk_head) // num_heads_q
+    row_begin = chunk.row_begin
+    row_end = tl.minimum(row_begin + chunk.rows, seqlen_q)
     first_row = row_begin + tile * ROWS
     rows = first_row + tl.arange(0, ROWS)
     row_inside = rows < row_end
-    low, high = band_edges(seqlen_q, seqlen_k, window_left, window_right, TOP_LEFT)
-    key_begin, key_end = visible_keys(row_begin, row_end - 1, seqlen_k, low, high, HAS_LOW, HAS_HIGH)
+    low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
+    key_begin, key_end = visible_keys(row_begin, row_end - 1, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     line_begin, line_end = whole_lines(key_begin, key_end)
-    key_base = key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
+    key_base = chunk.key_base // LINE * LINE  # a no-op that tells the compiler about the multiple: see softmax.py
     scores_ptr += chunk_head * stride_sh
     dp_ptr += chunk_head * stride_sh
     p_ptr += chunk_head * stride_ph
@@ -152,7 +145,7 @@ def chunk_gradients_kernel(
         keys = line_begin + tl.arange(0, KEYS)
         scores, dp = _tile_of_rows(
             scores_ptr, dp_ptr, rows, keys, row_begin, key_base, row_inside, key_end, stride_sm, low, high,
-            softmax_scale, HAS_LOW, HAS_HIGH,
+            softmax_scale, window,
         )  # fmt: skip
         p, _alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
         delta = tl.sum(p * dp, 1)
@@ -160,7 +153,7 @@ def chunk_gradients_kernel(
         for key_tile in range(line_begin, line_end, KEYS):
             scores, dp = _tile_of_rows(
                 scores_ptr, dp_ptr, rows, key_tile + tl.arange(0, KEYS), row_begin, key_base, row_inside, key_end,
-                stride_sm, low, high, softmax_scale, HAS_LOW, HAS_HIGH,
+                stride_sm, low, high, softmax_scale, window,
             )  # fmt: skip
             p, alpha, m_i, l_i = softmax_step(scores, 1.0, m_i, l_i)
             delta = delta * alpha + tl.sum(p * dp, 1)
@@ -191,7 +184,7 @@ def chunk_gradients_kernel(
             keys = key_tile + tl.arange(0, KEYS)
             scores, dp = _tile_of_rows(
                 scores_ptr, dp_ptr, rows, keys, row_begin, key_base, row_inside, key_end, stride_sm, low, high,
-                softmax_scale, HAS_LOW, HAS_HIGH,
+                softmax_scale, window,
             )  # fmt: skip
             p = tl.math.exp2(scores - m_shift[:, None]) * scale[:, None]
             _store_gradients(
@@ -425,7 +418,7 @@ def _specify(
 ) -> launch.Launch:
     *_, sinks, dlse, _ = tensors
     whole = cut.width <= WHOLE_ROW
-    keys = padded(cut.width) if whole else 2048
+    keys = arguments.padded(cut.width) if whole else 2048
     warps = max(1, min(16, keys // 256))
     rows = 64 if INTERPRETED else 1  # runs one program after another: fewer are faster
     tiles = -(-chunk.rows // rows)
@@ -434,9 +427,9 @@ def _specify(
         grid=chunk.heads * tiles,
         tensors=tensors,
         scalars=[*((0, 0, 0) if dlse is None else dlse.stride()), *buffers.scores.stride()[:2], *buffers.p.stride()[:2],
-                 problem.seqlen_q, problem.seqlen_k, problem.num_heads_q, *window(problem), chunk.first_head,
+                 problem.seqlen_q, problem.seqlen_k, problem.num_heads_q, *arguments.window(problem), chunk.first_head,
                  chunk.row_begin, chunk.rows, chunk.key_base, tiles, problem.softmax_scale],
-        constants={"ROWS": rows, "KEYS": keys, "WHOLE": whole, **band_constants(problem),
+        constants={"ROWS": rows, "KEYS": keys, "WHOLE": whole, **arguments.band_constants(problem),
                    "HAS_SINKS": sinks is not None, "HAS_DLSE": dlse is not None},
         options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False},
     )  # fmt: skip
