@@ -107,7 +107,8 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dq added to another tile than it is of", JOINT,
-        "tile = tile_at(span, i // heads.group_size)", "tile = span.begin + i // heads.group_size",
+        "head, tile = place_of_step(i, work, span, heads, True)",
+        "head, tile = place_of_step(i, work, span, heads, True); tile = span.begin + i // heads.group_size",
         BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
     ),
     Mutant(
@@ -188,7 +189,8 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: a group's first head in place of each", "kernels/hopper/flash_bwd/producer.py",
-        "(i % heads.group_size if TILES_FIRST else i // count)", "(0 if TILES_FIRST else i // count)",
+        "head, tile = place_of_step(i, work, span, heads, TILES_FIRST)",
+        "head, tile = place_of_step(i, work, span, heads, TILES_FIRST); head = work.head * heads.group_size",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(
@@ -244,9 +246,16 @@ HOPPER_BACKWARD = [
         BACKWARD_ON_CPU, "causal and 192", "FAIL B1 maximum of dq",
     ),
     Mutant(
-        "gradients on Hopper: one loop leaves the last cut tile without its mask",
-        JOINT, "cut = (row_first < whole_first) | (row_first >= whole_end)", "cut = row_first >= whole_end",
+        "gradients on Hopper: one loop leaves a cut tile beside whole ones without its mask",
+        JOINT, "cut = (row_first < whole_first) | (row_first >= whole_end)",
+        "cut = (row_first + rules.BLOCK_M < whole_first) | (row_first >= whole_end)",
         BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of d",
+    ),
+    Mutant(
+        "gradients on Hopper: all tiles of a head before the next head", "kernels/hopper/flash_bwd/steps.py",
+        "    if TILES_FIRST:\n", "    if not TILES_FIRST:\n",
+        "../kernels/hopper/test_turns.py::test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order",
+        shows="assert",
     ),
     Mutant(
         "gradients on Hopper: positions of the next tile for the next head", JOINT,

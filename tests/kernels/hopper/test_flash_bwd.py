@@ -45,9 +45,12 @@ IN_TWO_PIECES: dict[str, Any] = {
 } | {
     "dims": ((192, 128), (160, 160), (136, 136), (128, 192), (192, 64), (176, 112), (96, 160), (144, 152), (24, 168)),
     "heads": ((1, 1), (2, 2), (5, 5), (4, 2), (12, 3)),
-    # 3 keys under a causal mask are seen by 3 queries.
-    "lengths": (*(lengths for lengths in GRID["lengths"] if lengths != (799, 3)), (799, 35)),
 }
+
+
+def has_scale(case: Case) -> bool:
+    """Whether gradients have a scale: 3 keys are seen by only 3 queries if the last ones are aligned."""
+    return case.causal != "bottom_right" or case.lengths != (799, 3)
 
 
 # In float32, of every head size up to 128, without what these launches refuse.
@@ -104,7 +107,7 @@ def test_gates(case: Case, data: Data, config: int) -> None:
 
 
 @pytest.mark.parametrize("data", DATA_SETS)
-@pytest.mark.parametrize("case", cases.pairwise(IN_TWO_PIECES), ids=str)
+@pytest.mark.parametrize("case", filter(has_scale, cases.pairwise(IN_TWO_PIECES)), ids=str)
 def test_gates_in_two_pieces(case: Case, data: Data) -> None:
     call = cases.build(case, data, DEVICE)
     assert flash_bwd.configs(call.problem, GPU)[0].is_joint

@@ -33,13 +33,14 @@ def drawn(rng: random.Random) -> tuple[Any, Any]:
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_deterministic: bool) -> None:
     """And each tile whose sums are read has a first block, which stores them. Without an order, all others wait for
-    that block alone."""
+    that block alone. Tiles come before heads, so that no block gets ahead by its shorter heads."""
     from warpwave.kernels.hopper import parts, scheduler, words
-    from warpwave.kernels.hopper.flash_bwd import band, turns
+    from warpwave.kernels.hopper.flash_bwd import band, steps, turns
 
-    modules = {module.__name__: module for module in (band, parts, scheduler, turns, words)}
+    modules = {module.__name__: module for module in (band, parts, scheduler, steps, turns, words)}
     functions = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(0, 1))
-    bands, ranks = functions[band.__name__], functions[turns.__name__]
+    bands, ranks, places = (functions[module.__name__] for module in (band, turns, steps))
+    heads = Fields(group_size=3)
     rng, tiles_seen = random.Random(5), 0
     for _ in range(800):
         work, rules = drawn(rng)
@@ -47,8 +48,12 @@ def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_det
         found: dict[int, list[int]] = {}
         for block in range(-(-max(0, int(own.k_end - own.k_begin)) // rules.BLOCK_N)):
             span = bands.query_span(own, own.k_begin + block * rules.BLOCK_N, rules)
-            walked = [int(bands.tile_at(span, i)) for i in range(int(span.end - span.begin))]
-            assert walked == sorted(walked, reverse=True), "a block waits where another one waits for it"
+            walked = list(range(int(span.end) - 1, int(span.begin) - 1, -1))
+            steps_of_block = [
+                tuple(map(int, places.place_of_step(i, Fields(head=2), span, heads, True)))
+                for i in range(3 * len(walked))
+            ]
+            assert steps_of_block == [(head, tile) for tile in walked for head in (6, 7, 8)]
             for tile in walked:
                 rank = ranks.rank_of(Fields(IS_DETERMINISTIC=is_deterministic), block, torch.tensor(tile), own, rules)
                 found.setdefault(tile, []).append(int(rank))

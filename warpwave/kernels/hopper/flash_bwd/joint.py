@@ -1,9 +1,9 @@
 """The joint launch of dQ, dK and dV: five products a tile.
 
 A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of the heads that
-read them, or of its share of these heads: all heads of a tile before the next tile. Scores are computed transposed,
-keys by queries, so that P and dS are operands of dV and dK as they are, in registers (above head_dim 128 dS in shared
-memory):
+read them, or of its share of these heads: all heads of a tile before the next tile, or in the order of a mask's list.
+Scores are computed transposed, keys by queries, so that P and dS are operands of dV and dK as they are, in registers
+(above head_dim 128 dS in shared memory):
 
     S^T = K Q^T,  dP^T = V dO^T;   P^T = exp(S^T - lse),  dS^T = P^T (dP^T - delta);   dV += P^T dO,  dK += dS^T Q
 
@@ -27,7 +27,6 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     band_of,
     first_statistic,
     query_span,
-    tile_at,
 )
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall
 from warpwave.kernels.hopper.flash_bwd.joint_steps import (
@@ -51,6 +50,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     mask_lines,
     mask_words,
     meet,
+    place_of_step,
     row_of,
     slope_of,
     step_of,
@@ -153,11 +153,11 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
         tiles_of_head = heads.rows // rules.BLOCK_M
         for i in range(steps):
             if n % ADDERS == WARP:
-                head = work.head * heads.group_size + i % heads.group_size
-                tile = tile_at(span, i // heads.group_size)
                 if rules.HAS_MASK:
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
+                else:
+                    head, tile = place_of_step(i, work, span, heads, True)
                 place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
                 line = place * ALL_LINES
                 rank = rank_of(turns, work.tile, tile, band, rules)
@@ -283,12 +283,13 @@ def walk_band(
     key_first = block_first + GROUP * GROUP_KEYS
     span = query_span(band, block_first, rules)
     steps = span.end - span.begin
-    # One loop over tiles and heads: of two nested ones, the compilers compute what depends on the tile outside the
-    # inner one, and keep it in local memory. It counts tiles, so that no other register does.
+    # One loop over tiles and heads. With two nested loops, the compilers compute what depends on the tile before the
+    # inner loop, and keep it in local memory. Its counter is the tile's number, which would take another register.
     row_first = row_of(span, 0, band, rules)
     h = gl.to_tensor(0)
     g = heads.group_size
     if ONE_LOOP:
+        # As `band.is_cut`, from the first query: the tile's place in the span would take another register.
         whole_first = band.q_begin + span.whole_begin * rules.BLOCK_M
         whole_end = band.q_begin + span.whole_end * rules.BLOCK_M
         for number in range(n, n + steps * g):
@@ -321,9 +322,8 @@ def walk_tile(
     dk, dv, tiles, messages, n, dropout_key, results, row_first, h, key_first, band, cut, GROUP: gl.constexpr, seqlen_q,
     seqlen_k, heads, rules,
 ):  # fmt: skip
-    """As `walk_band`, of a tile of queries of the h-th head; also returns the next row_first and h. All heads of a tile
-    come before the next tile: walked head after head, a block whose heads have fewer tiles than those of the first
-    block would get ahead of it, and wait at each head until that block stores (turns.py)."""
+    """As `walk_band`, of a tile of queries of the h-th head; also returns the next row_first and h, in the order of
+    `place_of_step`."""
     # Reading the message again is cheaper than keeping its words in registers through the loops.
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
     head = work.head * heads.group_size + h

@@ -1,9 +1,9 @@
 """The producer warp of the launches whose blocks own keys: joint.py and dkv.py."""
 
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, tile_at, work_on_keys
+from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, work_on_keys
 from warpwave.kernels.hopper.flash_bwd.bias import bytes_of, load_bias
-from warpwave.kernels.hopper.flash_bwd.steps import load_rows, step_of, walk_of
+from warpwave.kernels.hopper.flash_bwd.steps import load_rows, place_of_step, step_of, walk_of
 from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import first_column, tile_bytes
 from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
@@ -14,8 +14,8 @@ def producer(
     maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules,
     TILES_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Draws blocks of keys, and loads K and V of each and the queries that see them: a tile of all heads before the
-    next tile, or all tiles of a head before the next head."""
+    """Draws blocks of keys, and loads K and V of each and the queries that see them, in the order of `place_of_step`
+    or of the list of a mask."""
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
     n = 0
     messages = 0
@@ -40,11 +40,12 @@ def producer(
             if rules.HAS_MASK:
                 steps = gl.load(walk)
             for i in range(steps):
-                head = work.head * heads.group_size + (i % heads.group_size if TILES_FIRST else i // count)
-                down = tile_at(span, i // heads.group_size if TILES_FIRST else i % count) * rules.BLOCK_M
                 if rules.HAS_MASK:
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     down = row_first - band.q_begin
+                else:
+                    head, tile = place_of_step(i, work, span, heads, TILES_FIRST)
+                    down = tile * rules.BLOCK_M
                 line = [batch * heads.num_heads + head, statistic + down]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)
                 if rules.BIAS == "cells":

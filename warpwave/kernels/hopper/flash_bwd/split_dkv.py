@@ -45,6 +45,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     gradient,
     kept,
     load_rows,
+    place_of_step,
     probabilities,
     row_of,
     signed,
@@ -129,8 +130,8 @@ def producer(maps, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_
                 key += (work.k_begin // ROWS + work.batch) * ROWS
             statistic = first_statistic(work, ROWS, rules)
             for i in range(count * heads.group_size):
-                head = work.head * heads.group_size + i // count
-                row = statistic + tile_at(span, i % count) * ROWS
+                head, tile = place_of_step(i, work, span, heads, False)
+                row = statistic + tile * ROWS
                 line = [batch * heads.num_heads + head, row]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row, line)
                 if i == 0:

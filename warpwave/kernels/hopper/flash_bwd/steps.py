@@ -152,6 +152,24 @@ def row_of(span, place, band, rules):
 
 
 @jit
+def place_of_step(i, work, span, heads, TILES_FIRST: gl.constexpr):
+    """Returns the query head and the tile of queries of a block's i-th step.
+
+    With TILES_FIRST all heads of a group come at a tile before the next tile, as the joint launch needs it: otherwise a
+    block that sees fewer tiles than the first block would get ahead of it, and wait at each head until that block
+    stores (turns.py). In the other launches of keys nothing waits, and the orders were not timed.
+    """
+    if TILES_FIRST:
+        h = i % heads.group_size
+        tile = tile_at(span, i // heads.group_size)
+    else:
+        count = span.end - span.begin
+        h = i // count
+        tile = tile_at(span, i % count)
+    return work.head * heads.group_size + h, tile
+
+
+@jit
 def step_of(listed, work, heads, rules):
     """Returns the query head and the first query of a listed step of a block of keys: the number of its tile of
     queries, counted over the heads of a group."""

@@ -13,8 +13,9 @@ blocks add to them without waiting; deterministic gradients come from launches a
 
 Nothing waits for ever, because a block waits only for blocks of earlier keys, which running programs took before
 (`band.work_on_keys`, `scheduler.draw_in_order`). Without a mask, all blocks walk their queries from the last tile to
-the first, and all heads of a tile before the next tile. Under a causal mask, a block of later keys has fewer tiles than
-one of earlier keys, but begins at the same one: it never gets ahead, and waits little.
+the first, and all heads of a tile before the next tile. Under a causal mask, a block of later keys sees fewer tiles
+than one of earlier keys, but begins at the same tile, so it seldom gets ahead of the first block. With a window it
+begins at the same or a later tile.
 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """
