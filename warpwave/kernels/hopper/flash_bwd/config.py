@@ -146,8 +146,8 @@ RULES: tuple[Rule[Config], ...] = (
         "head_dim above 128, dK and dV fit the registers",
         lambda problem: is_broad(problem) and fits_joint(problem),
         (Config(64, 2), Config(64, 2, is_joint=False)),
-        "192/128 and 160: 1.05 to 1.28 times as fast as launches apart, with grouped heads under a band 1.08 to 1.22 "
-        "(2026-11-27-h200-heads-of-a-tile.json); others not measured",
+        "192/128 and 160: 1.05 to 1.28 times as fast as launches apart, with grouped heads under a causal mask 1.08 "
+        "to 1.22 (2026-11-27-h200-heads-of-a-tile.json); others, and grouped heads with a window, not measured",
         "2026-11-27-h100-broad-gradients.json",
     ),
     Rule(
