@@ -3,7 +3,8 @@
 `.jsonl` files are records of `warpwave bench --out`. `.log` files have three older formats of the H200: lines of
 `head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; `B` marks a line with a variant that was
 not kept), the tuning log of hopper/flash_fwd with ratios to cuDNN, and three_kernel's sweep of product implementations.
-Gradients are in lines of `benchmarks.time_gradients`, and in the `.json` of `benchmarks.gradients`.
+Gradients are in lines of `benchmarks.time_gradients`, and in the `.json` of `benchmarks.gradients` and
+`benchmarks.two_trees`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import gradients
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, three_kernel
+from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem, Causal
@@ -27,17 +30,20 @@ from warpwave.workbench.bench.record_schema import problem_of as problem_of_reco
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.explain.recorded_time import config_of, in_graph, is_hot
 
-# (kernel, dtype or "one query") -> the date before which measurements are of an older kernel. hopper/flash_fwd used
-# bfloat16 parts for float32 and now uses float16; large_head_dim now has twice as many blocks per SM with one query.
+# (kernel, dtype, "one query" or "joint") -> the date before which measurements are of an older kernel. hopper/flash_fwd
+# used bfloat16 parts for float32 and now uses float16; large_head_dim now has twice as many blocks per SM with one
+# query; the joint launch of hopper/flash_bwd computes tiles that a mask cuts in half the time.
 ANOTHER_BEFORE = {
     ("hopper/flash_fwd", "float32"): "2026-11-21T22:00",
     ("hopper/flash_fwd", "bfloat16"): "2026-11-21T15:30",
     ("flash_fwd", "float32"): "2026-11-21T15:30",
     ("large_head_dim", "one query"): "2026-11-21T23:00",
+    ("hopper/flash_bwd", "joint"): "2026-11-27",
 }
 # Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
 # half as much.
 REWRITTEN, FASTER, SHORT_US = "2026-11-22T01:48", {64: 0.92, 128: 0.93, 512: 0.985}, 40.0
+LOOPS_SHOW_US = 30.0
 _H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
 NEAR_BEST = 1.3  # slower configs of a sweep, relative to the problem's best, are not fitted: nobody runs them
 
@@ -123,7 +129,9 @@ def gradient_kernels() -> dict[str, Any]:
 
 
 def _of_gradients(path: Path) -> Iterator[Point]:
-    """Reads the backward times of `benchmarks.time_gradients`, except those with a bias's gradient."""
+    """Reads the backward times of `benchmarks.time_gradients`, except those with a bias's gradient and those of the
+    joint launch before it was changed."""
+    date = str(environment_of_gradients(path).get("date", ""))
     for line in path.read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
         if data["kind"] != "measurement" or "median_us" not in data or not data["kernel"] or data["of_bias"]:
@@ -131,24 +139,45 @@ def _of_gradients(path: Path) -> Iterator[Point]:
         module, problem = gradient_kernels()[data["kernel"]], forward_of(problem_of_record(data["problem"]))
         given = data["config"]
         config = module.default(problem, _H200) if given is None else config_of(module, given)
+        if _is_replaced(module, config, date, data["median_us"]):
+            continue
         graph = data["method"] == "graph"
         hot = not data["l2_flushed"] and data["input_sets"] == 1
         yield Point(module, config, problem, data["median_us"], hot, f"{data['case']} {module.NAME}", graph)
 
 
 def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
-    """Reads the table of `benchmarks.gradients`: calls back to back, without a flush in between."""
+    """Reads the backward of calls back to back, without a flush in between: of `benchmarks.two_trees` in this tree, of
+    the drawn calls of `benchmarks.gradients`, and of its first version, which timed each kernel."""
     modules = {module.NAME: module for module in dispatch.GRADIENT_KERNELS}
-    for row in data["backward"]:
-        head_dim, shape, mask = row["case"].split(", ")
-        batch, seqlen = (int(size) for size in shape.split(" x "))
-        causal = Causal() if mask == "causal" else None
-        heads = 2048 // int(head_dim)
-        problem = forward_of(problem_of(int(head_dim), batch, seqlen, heads, "bfloat16", causal))
-        for name, ms in row["ms"].items():
-            if name in modules:
-                config, us = modules[name].default(problem, _H200), 1e3 * median(ms)
-                yield Point(modules[name], config, problem, us, True, f"{row['case']} {name}", True)
+    rows = [*gradients.table(), *gradients.between(), *gradients.grouped()]
+    measured: list[tuple[str, str, float]]  # case, kernel, us
+    if "backward" in data:
+        found = [(m["case"], name, 1e3 * median(ms)) for m in data["backward"] for name, ms in m["ms"].items()]
+        measured = [one for one in found if one[1] in modules]
+    elif "seed" in data:
+        rows = gradients.drawn(data["seed"])
+        measured = [(m["case"], hopper_flash_bwd.NAME, 1e3 * median(m["ms"]["warpwave"])) for m in data["drawn"]]
+    else:
+        measured = [(m["case"], hopper_flash_bwd.NAME, median(m["us"]["this tree"])) for m in data["rows"]]
+    by_name, date = {row.name: row for row in rows}, data["environment"]["date"]
+    for case, kernel, us in measured:
+        row = by_name[case]
+        problem = replace(
+            problem_of(row.head_dim, row.batch, row.seqlen, row.num_heads[0], row.dtype, None),
+            causal=Causal() if row.causal else None, num_heads_kv=row.num_heads[1], head_dim_v=row.dim_v,
+        )  # fmt: skip
+        problem = forward_of(problem)
+        config = modules[kernel].default(problem, _H200)
+        if not _is_replaced(modules[kernel], config, date, us):
+            yield Point(modules[kernel], config, problem, us, True, f"{case} {kernel}", True)
+
+
+def _is_replaced(module: Any, config: Any, date: str, us: float) -> bool:
+    """Returns whether a time is of the joint launch before its loops were changed, which shorter calls hardly show."""
+    if not getattr(config, "is_joint", False) or us < LOOPS_SHOW_US:
+        return False
+    return date < ANOTHER_BEFORE.get((module.NAME, "joint"), "")
 
 
 def forward_of(problem: AttentionProblem) -> AttentionProblem:

@@ -115,7 +115,7 @@ def test_a_failing_kernel_has_a_line_with_its_reason(tmp_path: Path, monkeypatch
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     tasks = [task for task in tasks_of(["backward_grid_fit"], H200) if task.kernel]
     samples = Samples((30.0, 10.0, 20.0), "events", 3, 1, l2_flushed=True)
-    lines = [{"kind": "environment", "gpu": {"name": "NVIDIA H200"}}]
+    lines = [{"kind": "environment", "gpu": {"name": "NVIDIA H200"}, "date": "2026-12-01"}]
     lines += [line(task, {"error": 0.001}, samples, "") for task in tasks]
     lines.append(line(replace(tasks[0], kernel=""), {}, samples, ""))
     lines.append(line(tasks[0], {}, None, "no time left"))
@@ -130,17 +130,31 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert point.problem == time_gradients.forward_of(task.case.problem)
         assert point.kernel is calibration_points.gradient_kernels()[task.kernel]
         assert task.config is None or asdict(point.config) == asdict(task.config)
+    # Long calls of the joint launch that there was then are left out.
+    former = path.read_text().replace("2026-12-01", "2026-11-23")
+    path.write_text(former)
+    assert len(calibration_points.points(path)) == len(points)
+    path.write_text(former.replace('"median_us": 20.0', '"median_us": 200.0'))
+    kept = [point.name for point in points if not getattr(point.config, "is_joint", False)]
+    assert [point.name for point in calibration_points.points(path)] == kept != []
 
 
 # The fit --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_gradients_is_read_whole() -> None:
-    paths = calibrate_model.gradient_records("h200", "fit")
-    points = calibration_points.points(next(path for path in paths if path.suffix == ".json"))
-    assert [p.kernel.NAME for p in points].count("flash_bwd") == 18
-    assert [p.kernel.NAME for p in points].count("hopper/flash_bwd") == 12
-    assert all(p.graph and p.hot and p.problem.return_lse for p in points), "calls back to back"
+def test_tables_of_gradients_are_read_whole() -> None:
+    paths = [*calibrate_model.gradient_records("h200", "fit"), *calibrate_model.gradient_records("h200", "judge")]
+    tables = [calibration_points.points(path) for path in paths if path.suffix == ".json"]
+    kernels = [{p.kernel.NAME for p in points} for points in tables]
+    assert kernels == [{"flash_bwd"}, {"hopper/flash_bwd"}, {"hopper/flash_bwd"}]
+    assert [len(points) for points in tables] == [18, 52, 15], "without times of the former joint launch"
+    assert all(p.graph and p.hot and p.problem.return_lse for points in tables for p in points), "calls back to back"
+    grouped = next(p for p in tables[1] if p.name.startswith("192/128, 2 x 8192, 16 on 4 heads, causal"))
+    assert (grouped.problem.num_heads_kv, grouped.problem.head_dim_v, grouped.time_us) == (
+        4,
+        128,
+        pytest.approx(3746, 0.1),
+    )
 
 
 def test_constants_of_gradients_are_few_and_their_errors_are_known() -> None:
@@ -151,8 +165,8 @@ def test_constants_of_gradients_are_few_and_their_errors_are_known() -> None:
         fitted = {key for key in mine if mine[key] != lent[key]}
         assert fitted <= {"matrix", *calibrate_model.FITTED_OF_GRADIENTS}
         known: Residuals = c.residuals[name]
-        assert known.points >= 30 and known.median <= 0.10 and known.within_20 >= 0.9
-    assert c.residuals["all gradients"].points >= 80
+        assert known.points >= 20 and known.median <= 0.10 and known.within_20 >= 0.9
+    assert c.residuals["all gradients"].points >= 70
     assert c.uncalibrated_gradients is not None and c.uncalibrated_gradients.factor_90 < 2
 
 

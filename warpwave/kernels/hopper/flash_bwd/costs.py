@@ -15,6 +15,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     dq_columns,
     group_splits,
     has_hidden_rows,
+    is_broad,
     product_pieces,
     smem_bytes,
     smem_of_dkv,
@@ -28,7 +29,7 @@ from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 THREADS = 384  # two consumer warpgroups, and one that loads and adds
-APART = "apart"  # `Cost.loop`
+APART, BROAD = "apart", "broad"  # `Cost.loop`: of launches apart, and of the joint launch above head_dim 128
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -152,6 +153,7 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
         # The sums enter and leave L2 once if those of all heads do not fit.
         scratch_bytes=walk.scratch_bytes + 2 * min(added, sums),
         walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * columns,
+        loop=BROAD if is_broad(problem) else "",
     )
 
 
