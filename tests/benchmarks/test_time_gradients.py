@@ -150,11 +150,8 @@ def test_tables_of_gradients_are_read_whole() -> None:
     assert [len(points) for points in tables] == [18, 52, 15], "without times of the former joint launch"
     assert all(p.graph and p.hot and p.problem.return_lse for points in tables for p in points), "calls back to back"
     grouped = next(p for p in tables[1] if p.name.startswith("192/128, 2 x 8192, 16 on 4 heads, causal"))
-    assert (grouped.problem.num_heads_kv, grouped.problem.head_dim_v, grouped.time_us) == (
-        4,
-        128,
-        pytest.approx(3746, 0.1),
-    )
+    assert (grouped.problem.num_heads_kv, grouped.problem.head_dim_v) == (4, 128)
+    assert 3500 < grouped.time_us < 4000
 
 
 def test_constants_of_gradients_are_few_and_their_errors_are_known() -> None:
