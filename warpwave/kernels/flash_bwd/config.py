@@ -90,9 +90,8 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
         size += parts
     elif arithmetic in PARTS:
         # Parts of operands are in registers; scores are exchanged several times (compiled figures).
-        exchanges = 13 if problem.alibi_shape is not None or problem.softcap or problem.has_sinks else 10
-        beside = size * (walked * sum(widths) // 2 + exchanges * score)
-        beside += size * owned * sum(widths) if has_mask else 0
+        beside = size * (walked * sum(widths) // 2 + 10 * score) + (size * owned * sum(widths) if has_mask else 0)
+        beside += 3 * 1024
     return size * owned * sum(widths) + arriving + beside + 2 * size * score + 1024
 
 
