@@ -23,6 +23,7 @@ from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
+from warpwave.kernels.hopper.flash_bwd.config import divided_tail
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
 from warpwave.problem import AttentionProblem, Causal
@@ -40,6 +41,7 @@ ANOTHER_BEFORE = {
     ("large_head_dim", "one query"): "2026-11-21T23:00",
     ("hopper/flash_bwd", "joint"): "2026-11-27",
 }
+DIVIDED_SINCE = "2026-11-27T11:10"  # blocks of the joint launch's last wave
 # Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
 # half as much.
 REWRITTEN, FASTER, SHORT_US = "2026-11-22T01:48", {64: 0.92, 128: 0.93, 512: 0.985}, 40.0
@@ -139,7 +141,7 @@ def _of_gradients(path: Path) -> Iterator[Point]:
         module, problem = gradient_kernels()[data["kernel"]], forward_of(problem_of_record(data["problem"]))
         given = data["config"]
         config = module.default(problem, _H200) if given is None else config_of(module, given)
-        if _is_replaced(module, config, date, data["median_us"]):
+        if _is_replaced(module, problem, config, date, data["median_us"]):
             continue
         graph = data["method"] == "graph"
         hot = not data["l2_flushed"] and data["input_sets"] == 1
@@ -148,7 +150,7 @@ def _of_gradients(path: Path) -> Iterator[Point]:
 
 def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
     """Reads the backward of calls back to back, without a flush in between: of `benchmarks.two_trees` in this tree, of
-    the drawn calls of `benchmarks.gradients`, and of its first version, which timed each kernel."""
+    `benchmarks.gradients`, and of its first version, which timed each kernel."""
     modules = {module.NAME: module for module in dispatch.GRADIENT_KERNELS}
     rows = [*gradients.table(), *gradients.between(), *gradients.grouped()]
     measured: list[tuple[str, str, float]]  # case, kernel, us
@@ -156,8 +158,9 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
         found = [(m["case"], name, 1e3 * median(ms)) for m in data["backward"] for name, ms in m["ms"].items()]
         measured = [one for one in found if one[1] in modules]
     elif "seed" in data:
-        rows = gradients.drawn(data["seed"])
-        measured = [(m["case"], hopper_flash_bwd.NAME, 1e3 * median(m["ms"]["warpwave"])) for m in data["drawn"]]
+        rows += gradients.drawn(data["seed"])
+        lines = [m for group in ("rows", "grouped", "drawn") for m in data.get(group, ())]
+        measured = [(m["case"], hopper_flash_bwd.NAME, 1e3 * median(m["ms"]["warpwave"])) for m in lines]
     else:
         measured = [(m["case"], hopper_flash_bwd.NAME, median(m["us"]["this tree"])) for m in data["rows"]]
     by_name, date = {row.name: row for row in rows}, data["environment"]["date"]
@@ -169,13 +172,18 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
         )  # fmt: skip
         problem = forward_of(problem)
         config = modules[kernel].default(problem, _H200)
-        if not _is_replaced(modules[kernel], config, date, us):
+        if not _is_replaced(modules[kernel], problem, config, date, us):
             yield Point(modules[kernel], config, problem, us, True, f"{case} {kernel}", True)
 
 
-def _is_replaced(module: Any, config: Any, date: str, us: float) -> bool:
-    """Returns whether a time is of the joint launch before its loops were changed, which shorter calls hardly show."""
-    if not getattr(config, "is_joint", False) or us < LOOPS_SHOW_US:
+def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str, us: float) -> bool:
+    """Returns whether a time is of the joint launch before its loops were changed, which shorter calls hardly show, or
+    before blocks of its last wave were divided."""
+    if not getattr(config, "is_joint", False):
+        return False
+    if date < DIVIDED_SINCE and divided_tail(problem, config)[1] > 1:
+        return True
+    if us < LOOPS_SHOW_US:
         return False
     return date < ANOTHER_BEFORE.get((module.NAME, "joint"), "")
 

@@ -6,7 +6,7 @@ Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
     both      the same calls, forward and backward together
     between   backward alone, 16 heads, rows of 136 to 192 columns: 192/128, 160, 192, 136 in the same shapes
-    grouped   backward alone, causal, 32 on 8 heads and others
+    grouped   backward alone, grouped heads: causal, 32 on 8 heads and others, and full
     drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
     features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
     biases    backward with a bias for each score of a head, without and with its gradient
@@ -306,10 +306,14 @@ def between() -> list[Row]:
 
 
 def grouped() -> list[Row]:
-    """Returns causal calls of grouped heads, as language models are trained."""
+    """Returns causal calls of grouped heads, as language models are trained, and full calls in few waves of blocks."""
     rows = [Row(d, b, n, True, 32, 8) for d in (64, 128) for b, n in ((8, 2048), (2, 8192), (1, 16384))]
     broad = [Row(192, 2, 8192, True, 16, heads, 128) for heads in (8, 4)]
-    return [*rows, Row(128, 2, 8192, True, 32, 16), *broad, Row(160, 2, 8192, True, 16, 4)]
+    full = ((128, 14, 1254, 12, 3), (64, 6, 3490, 16, 4), (128, 3, 5895, 12, 3), (96, 12, 1480, 8, 2))
+    rows += [Row(d, b, n, False, heads, kv_heads) for d, b, n, heads, kv_heads in full]
+    waves = [Row(128, 1, 7417, False, 12, 12), Row(160, 4, 4862, False, 8, 8)]
+    long = [Row(160, 7, 4392, True, 8, 2), Row(192, 1, 14692, True, 16, 8, 128), Row(192, 2, 12867, True, 12, 12, 128)]
+    return [*rows, Row(128, 2, 8192, True, 32, 16), *broad, Row(160, 2, 8192, True, 16, 4), *long, *waves]
 
 
 def drawn(seed: str) -> list[Row]:

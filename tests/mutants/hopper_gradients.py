@@ -70,6 +70,16 @@ HOPPER_BACKWARD = [
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
+        "hopper/flash_bwd: one part of a block for all", "kernels/hopper/flash_bwd/sum_splits.py",
+        "for part in range(parts):", "for part in range(1):",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_parts_of_blocks", "False", "gates fail",
+    ),
+    Mutant(
+        "hopper/flash_bwd: dQ of a part from the first steps of its block", "kernels/hopper/flash_bwd/joint.py",
+        "place_of_step(first_step + i,", "place_of_step(i,",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_parts_of_blocks", "False", "gates fail",
+    ),
+    Mutant(
         "deterministic=True without effect", "kernels/hopper/flash_bwd/joint_launch.py",
         '"IS_DETERMINISTIC": problem.deterministic', '"IS_DETERMINISTIC": False',
         "../kernels/hopper/test_flash_bwd_host.py::test_the_argument_orders_sums", "True", "[False]",

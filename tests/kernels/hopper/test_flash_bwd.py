@@ -15,7 +15,7 @@ from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import OTHER_ORDER, backward_references, judge_backward
 from tests.conformance.harness import DEVICE, GPU, bits
 from warpwave.kernels.hopper import flash_bwd
-from warpwave.kernels.hopper.flash_bwd.config import group_splits
+from warpwave.kernels.hopper.flash_bwd.config import divided_tail, group_splits
 from warpwave.workbench.verify.reference import Gradients
 
 pytestmark = [
@@ -141,18 +141,53 @@ def test_float32_gates(case: Case, data: Data, seed: int) -> None:
     ids=str,
 )
 def test_splits_of_a_group(dims: tuple[int, int], dtype: str, features: str) -> None:
-    """Of few kv heads, the query heads of a tile of keys are those of several blocks, in both ways."""
+    """Of few kv heads, the query heads of a tile of keys are those of several blocks, in both ways; in the joint launch
+    without a band, parts of a block's steps."""
     case = replace(PLAIN, dtype=dtype, dims=dims, lengths=(2100, 2000), heads=(8, 1), **REPEATED[features])
     call = cases.build(replace(case, batch=2), "normal", DEVICE)
     dout, dlse = upstream(call)
     references = backward_references(call.problem, call.operands, dout, dlse)
     for i, config in enumerate(flash_bwd.configs(call.problem, GPU)):
-        assert group_splits(call.problem, config) > 1
+        assert max(group_splits(call.problem, config), divided_tail(call.problem, config)[1]) > 1
         found = gradients(call, dout, dlse, i, deterministic=True)
         verdict = judge_backward(call.problem, references, found)
         assert verdict.passed, str(verdict)
         again = gradients(call, dout, dlse, i, deterministic=True)
         assert bits(*again[:3]) == bits(*found[:3])
+
+
+@pytest.mark.parametrize("features", [{}, {"dropout": 0.2}, {"bias": "full"}, {"alibi": "heads"}], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "lengths", "heads"),
+    [
+        ((64, 64), (4500, 2999), (8, 8)),
+        ((128, 128), (2900, 3000), (8, 8)),
+        ((128, 96), (1254, 1900), (20, 10)),
+        ((192, 128), (1500, 1600), (12, 12)),
+        ((80, 80), (2048, 2048), (12, 12)),
+    ],
+    ids=str,
+)
+def test_blocks_of_the_last_wave_are_divided(
+    dims: tuple[int, int], lengths: tuple[int, int], heads: tuple[int, int], features: dict[str, Any]
+) -> None:
+    """Whole blocks and parts of blocks in one launch. In a fixed order of sums, they have the same bits in each run."""
+    if features.keys() & {"dropout", "bias"} and max(dims) > 128:
+        pytest.skip("takes separate launches")
+    case = replace(PLAIN, dtype="bfloat16", dims=dims, lengths=lengths, heads=heads, **features)
+    call = cases.build(case, "normal", DEVICE)
+    config = flash_bwd.configs(call.problem, GPU)[0]
+    whole, parts = divided_tail(call.problem, config)
+    assert whole > 0
+    assert parts > 1
+    dout, dlse = upstream(call)
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    for deterministic in (False, True):
+        found = gradients(call, dout, dlse, 0, deterministic=deterministic)
+        verdict = judge_backward(call.problem, references, found)
+        assert verdict.passed, str(verdict)
+    for _ in range(20):
+        assert bits(*gradients(call, dout, dlse, 0, deterministic=True)[:3]) == bits(*found[:3])
 
 
 @pytest.mark.parametrize("features", REPEATED)

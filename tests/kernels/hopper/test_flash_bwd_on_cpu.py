@@ -281,8 +281,30 @@ def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, data:
         heads |= {"sinks": False, "softcap": 0.0}
     call = cases.build(replace(SHORT, **{**CALLS[features], **heads}), data, CPU)
     of = flash_bwd.configs(call.problem, H200)[config]
+    if flash_bwd_config.divides_steps(call.problem, of):
+        pytest.skip("its blocks are divided by their steps")
     assert flash_bwd_config.group_splits(call.problem, of) == 4
     judge(call, more=False, config=config)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "heads", "multiprocessors", "expected"),
+    [((160, 160), (3, 1), 2, (2, 2)), ((64, 64), (4, 2), 5, (5, 5)), ((128, 96), (2, 1), 132, (0, 10))],
+    ids=str,
+)
+def test_parts_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], heads: tuple[int, int], multiprocessors: int,
+    expected: tuple[int, int], deterministic: bool,
+) -> None:  # fmt: skip
+    """Those of the last wave of a GPU with few multiprocessors; whole blocks run before."""
+    for name, value in {"LEAST_STEPS": 0, "LEAST_STEPS_OF_PART": 1, "STEPS_OF_PART": 0.01}.items():
+        monkeypatch.setattr(flash_bwd_config, name, value)
+    monkeypatch.setattr(flash_bwd_config, "NUM_SMS", multiprocessors)
+    case = replace(SHORT, dtype="float16", lengths=(300, 330), dims=dims, heads=heads, batch=1)
+    call = cases.build(case, "normal", CPU)
+    assert flash_bwd_config.divided_tail(call.problem, flash_bwd.configs(call.problem, H200)[0]) == expected
+    judge(call, more=False, config=0, deterministic=deterministic)
 
 
 # float32, in parts ----------------------------------------------------------------------------------------------------

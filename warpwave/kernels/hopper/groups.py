@@ -65,6 +65,7 @@ class KeySchedule(NamedTuple):
         num_heads: kv heads, each counted once for each of its splits.
         group_size: query heads of a block.
         splits: blocks that divide the query heads of a tile of keys (flash_bwd/config.group_splits).
+        whole, parts: the blocks that are not divided, and the parts of each later one (flash_bwd/config.divided_tail).
     """
 
     num_tiles: int
@@ -72,6 +73,8 @@ class KeySchedule(NamedTuple):
     num_heads: int
     group_size: int
     splits: int
+    whole: int
+    parts: int
     batch: int
     tiles_per_head: int
     heads_in_l2: int

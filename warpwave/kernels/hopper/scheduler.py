@@ -23,6 +23,10 @@ SEQLEN_Q = gl.constexpr(4)
 K_BEGIN = gl.constexpr(5)
 SEQLEN_K = gl.constexpr(6)
 WORDS = gl.constexpr(7)
+# In place of the last words, which dense calls do not need: the steps of a part of a block, and which part it is.
+FIRST_STEP = gl.constexpr(3)
+END_STEP = gl.constexpr(4)
+PART = gl.constexpr(5)
 NO_MORE = gl.constexpr(-1)
 # These words follow both messages if blocks may be repeated (flash_fwd/mask_bias.py). For each message: its careful
 # level, and the level at which its consumers request a repeat, 0 for none.
@@ -86,6 +90,27 @@ def post(box, n, work, IS_VARLEN: gl.constexpr):
         _write(box, n, K_BEGIN, work.k_begin)
         _write(box, n, SEQLEN_K, work.seqlen_k)
     mbarrier.arrive(box.full.index(n & 1), count=1)
+
+
+@jit
+def post_part(box, n, first_step, end_step, part):
+    """Writes which part of a block message n announces, before the message is posted, once its slot is free."""
+    mbarrier.wait(box.empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+    _write(box, n, FIRST_STEP, first_step)
+    _write(box, n, END_STEP, end_step)
+    _write(box, n, PART, part)
+
+
+@jit
+def steps_of_part(box, n, WARPS: gl.constexpr = 4):
+    """Returns the steps that `post_part` wrote: the first one, and the first one after them."""
+    return _read(box, n, FIRST_STEP, WARPS), _read(box, n, END_STEP, WARPS)
+
+
+@jit
+def part(box, n):
+    """Returns which part `post_part` wrote."""
+    return _read(box, n, PART, 4)
 
 
 @jit

@@ -263,6 +263,9 @@ class Steps:
             edges = constants.edge_steps * cost.cut / items if step >= STEP["softmax"] else 0.0
             whole, rest = divmod(items, sms * resident)
             time = whole * (mean * together(resident) + edges * masked(resident) + fill)
+            if rest and cost.last_parts > 1:
+                of_parts = -(-rest * cost.last_parts // sms)
+                return time + empty + of_parts * ((mean * together(1) + edges * masked(1)) / cost.last_parts + fill)
             last = -(-rest // sms)
             return time + empty + (mean * together(last) + edges * masked(last) + fill if rest else 0.0)
         # Blocks of unequal length fill each other's gaps, except for the longest.

@@ -28,6 +28,9 @@ SMEM_PER_BLOCK = 227 * 1024
 # What more splits must gain at least, because each has a dK and a dV to write and to add: a share of the time, and
 # steps of a block, of 1 to 2 us each. The steps spare short calls a launch. Neither number was varied.
 SPLIT_GAIN, LEAST_STEPS = 1.05, 16
+# Of parts of a block: the least number of steps of each, and what each takes beside them, in steps: K and V must
+# arrive, and dK and dV are stored, before another one can begin. Not varied.
+LEAST_STEPS_OF_PART, STEPS_OF_PART = 8, 3
 
 
 @dataclass(frozen=True)
@@ -280,17 +283,46 @@ def has_hidden_rows(problem: AttentionProblem) -> bool:
     return hides_queries or band.keys_seen(problem.seqlen_q, problem.seqlen_k) < problem.seqlen_k
 
 
+def divided_tail(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """Returns how many blocks of a launch that owns keys are whole, and into how many parts each later one is divided:
+    all blocks and 1 if none is.
+
+    Without a band all blocks are equally long and run in waves, the last of which leaves multiprocessors idle. Its
+    blocks are therefore divided: each part walks some of a block's steps, all heads of a tile before the next tile. A
+    part has a dK and a dV of its own, float32, as splits have (`group_splits`). Divided are blocks of the joint launch;
+    those of separate launches were not tried. The numbers depend on the call alone, as there.
+    """
+    blocks = scheduled_blocks(problem, config)
+    if not divides_steps(problem, config) or blocks % NUM_SMS == 0:
+        return blocks, 1
+    steps = problem.num_heads_q // problem.num_heads_kv * -(-problem.seqlen_q // config.block_m)
+    whole = blocks // NUM_SMS * NUM_SMS
+
+    def time(parts: int) -> float:
+        """Of the last wave, in steps."""
+        return -(-(blocks - whole) * parts // NUM_SMS) * (steps / parts + STEPS_OF_PART)
+
+    best = min(range(1, max(1, steps // LEAST_STEPS_OF_PART) + 1), key=time)
+    return (whole, best) if time(best) + LEAST_STEPS <= time(1) else (blocks, 1)
+
+
+def divides_steps(problem: AttentionProblem, config: Config) -> bool:
+    """Returns whether blocks that run in an incomplete wave are divided by their steps (`divided_tail`)."""
+    return config.is_joint and not (problem.packed or problem.has_band or problem.mask_shape is not None)
+
+
 def group_splits(problem: AttentionProblem, config: Config) -> int:
     """Returns by how many blocks the query heads of a tile of keys are divided: 1, or a divisor of their number.
 
     A block that walks all heads of a group adds up their dK and dV at once, but few kv heads then make few and long
     blocks: 8 query heads on 1 kv head of 8,192 keys are 64 blocks for 132 multiprocessors. Each split has a dK and a dV
     of its own, float32, because rounding each would make the error up to 1.4 times as large. One launch adds them up
-    (sum_splits.py). Under a mask there is one split, because its lists of steps are those of whole groups. The number
+    (sum_splits.py). Under a mask there is one split, because its lists of steps are those of whole groups. Where
+    `divides_steps` holds there is one too. The number
     depends on the call alone, not on the GPU, so that bits do not either.
     """
     group = problem.num_heads_q // problem.num_heads_kv
-    if group == 1 or problem.mask_shape is not None:
+    if group == 1 or problem.mask_shape is not None or divides_steps(problem, config):
         return 1
     blocks = key_blocks(problem, config.block_n)
     band = problem.band(problem.seqlen_q, problem.seqlen_k)

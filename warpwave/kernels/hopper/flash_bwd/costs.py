@@ -12,11 +12,13 @@ from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows, 
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     Config,
+    divided_tail,
     dq_columns,
     group_splits,
     has_hidden_rows,
     is_broad,
     product_pieces,
+    scheduled_blocks,
     smem_bytes,
     smem_of_dkv,
     smem_of_dq,
@@ -66,8 +68,14 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProblem, int, tuple[Cost, ...]]:
     """Returns the problem whose kv heads are the splits of the call's (`config.group_splits`), the bytes of their dK
-    and dV, and the cost of adding these up."""
+    and dV or of those of parts of blocks (`config.divided_tail`), and the cost of adding these up."""
     splits = group_splits(problem, config)
+    whole, parts = divided_tail(problem, config)
+    if parts > 1:
+        rows = config.block_n * (scheduled_blocks(problem, config) - whole)
+        numbers = rows * (problem.head_dim + problem.head_dim_v)
+        read, added = 4 * parts * numbers, DTYPE_BYTES[problem.dtype] * numbers
+        return problem, read, (of_rows(2 * rows // sum_splits.BLOCK, read, added, read, 128),)
     if splits == 1:
         return problem, 0, ()
     divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
@@ -154,6 +162,7 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
         scratch_bytes=walk.scratch_bytes + 2 * min(added, sums),
         walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * columns,
         loop=BROAD if is_broad(problem) else "",
+        last_parts=divided_tail(problem, config)[1],
     )
 
 

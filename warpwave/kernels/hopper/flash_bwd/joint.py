@@ -45,6 +45,8 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Results,
     Stream,
+    factor_of,
+    has_parts,
     hide_rows_behind,
     is_of_split,
     mask_lines,
@@ -126,7 +128,9 @@ def lines_of(share, piece=None):
 
 
 @jit
-def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules):
+def adder(
+    WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules, HAS_PARTS: gl.constexpr
+):  # fmt: skip
     """Adds each group's share of dQ to the sums in memory: of every ADDERS-th tile, from the WARP-th on."""
     # A copy is as long as the shortest piece of a share; others are multiples of it.
     COPY: gl.constexpr = dq_map.block_type.shape[0]
@@ -137,12 +141,18 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
     scheduler.wait_posted(tiles.box, messages)
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN, 1)
     while work.tile != scheduler.NO_MORE:
+        first_step = gl.to_tensor(0)
+        end_step = gl.to_tensor(0)
+        if HAS_PARTS:
+            first_step, end_step = scheduler.steps_of_part(tiles.box, messages, 1)
         scheduler.discard(tiles.box, messages)
         band = band_of(work, rules)
         key_first = band.k_begin + work.tile * rules.BLOCK_N
         span = query_span(band, key_first, rules)
         count = span.end - span.begin
         steps = count * heads.group_size
+        if HAS_PARTS:
+            steps = end_step - first_step
         walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
         if rules.HAS_MASK:
             steps = gl.load(walk)
@@ -157,7 +167,7 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
                 else:
-                    head, tile = place_of_step(i, work, span, heads, True)
+                    head, tile = place_of_step(first_step + i, work, span, heads, True)
                 place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
                 line = place * ALL_LINES
                 rank = rank_of(turns, work.tile, tile, band, rules)
@@ -192,23 +202,30 @@ def adder(WARP: gl.constexpr, dq_map, turns, mask: Mask, tiles, seqlen_q, seqlen
 
 @jit
 def store_result(
-    x, maps, ptr, strides, tiles, work, GROUP: gl.constexpr, WIDTH: gl.constexpr, rules
+    x, maps, ptr, strides, tiles, work, part, GROUP: gl.constexpr, WIDTH: gl.constexpr, HAS_PARTS: gl.constexpr, rules
 ):  # fmt: skip
     """Stores dK or dV of a group's 64 keys, a tuple of pieces: by TMA through parts of dS, or row by row, as
-    `steps.store_pieces`."""
+    `steps.store_pieces`. Of a divided block, its part is stored row by row."""
     band = band_of(work, rules)
     key = work.k_begin + band.k_begin + work.tile * rules.BLOCK_N + GROUP * GROUP_KEYS
     key_end = work.k_begin + band.k_end
     batch = work.batch
     if rules.IS_VARLEN:
         batch = gl.to_tensor(0)
-    if is_of_split(ptr, tiles.keys):
-        store_rows_of_pieces(x, ptr, strides, batch, work.head, key, key_end, WIDTH)
+    if HAS_PARTS:
+        if part >= 0:
+            store_rows_of_pieces(
+                x, ptr, strides, part, gl.to_tensor(0), GROUP * GROUP_KEYS, rules.BLOCK_N, WIDTH, factor_of(WIDTH)
+            )
+        else:
+            store_by_map(x, maps[0], tiles, work.batch, work.head, key, GROUP, rules)
+    elif is_of_split(ptr, tiles.keys):
+        store_rows_of_pieces(x, ptr, strides, batch, work.head, key, key_end, WIDTH, factor_of(WIDTH))
     elif rules.IS_VARLEN:
         if key + GROUP_KEYS <= key_end:
             store_by_map(x, maps[0], tiles, 0, work.head, key, GROUP, rules)
         else:
-            store_rows_of_pieces(x, ptr, strides, batch, work.head, key, key_end, WIDTH)
+            store_rows_of_pieces(x, ptr, strides, batch, work.head, key, key_end, WIDTH, 1)
     else:
         store_by_map(x, maps[0], tiles, work.batch, work.head, key, GROUP, rules)
 
@@ -293,7 +310,8 @@ def walk_band(
         # As `band.is_cut`, from the first query: the tile's place in the span would take another register.
         whole_first = band.q_begin + span.whole_begin * rules.BLOCK_M
         whole_end = band.q_begin + span.whole_end * rules.BLOCK_M
-        for number in range(n, n + steps * g):
+        count = steps * g
+        for number in range(n, n + count):
             cut = (row_first < whole_first) | (row_first >= whole_end)
             dk, dv, row_first, h = walk_tile(
                 dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, cut, GROUP,
@@ -301,21 +319,29 @@ def walk_band(
             )  # fmt: skip
     else:
         # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
-        behind = span.end - span.whole_end
-        upto = span.end - span.whole_begin
+        behind = (span.end - span.whole_end) * g
+        upto = (span.end - span.whole_begin) * g
+        count = steps * g
+        if has_parts(results.dk_ptr, tiles.keys, rules):
+            first, end = scheduler.steps_of_part(tiles.box, messages)
+            row_first = row_of(span, first // g, band, rules)
+            h = first % g
+            behind = gl.minimum(gl.maximum(behind, first), end) - first
+            upto = gl.minimum(gl.maximum(upto, first), end) - first
+            count = end - first
         for is_second in range(2):
-            cut_end = gl.where(is_second == 0, behind, steps)
-            for number in range(n + is_second * upto * g, n + cut_end * g):
+            cut_end = gl.where(is_second == 0, behind, count)
+            for number in range(n + is_second * upto, n + cut_end):
                 dk, dv, row_first, h = walk_tile(
                     dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, True, GROUP,
                     seqlen_q, seqlen_k, heads, rules,
                 )  # fmt: skip
-            for number in range(n + cut_end * g, n + upto * g):
+            for number in range(n + cut_end, n + upto):
                 dk, dv, row_first, h = walk_tile(
                     dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, False, GROUP,
                     seqlen_q, seqlen_k, heads, rules,
                 )  # fmt: skip
-    return dk, dv, n + steps * g
+    return dk, dv, n + count
 
 
 @jit
@@ -364,6 +390,7 @@ def consumer(
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of the GROUP-th 64 keys of each block, and its share of dQ."""
+    HAS_PARTS: gl.constexpr = has_parts(results.dk_ptr, tiles.keys, rules)
     dropout_key = key_of(rules.dropout)
     n = 0  # tiles of queries processed so far
     messages = 0
@@ -386,15 +413,20 @@ def consumer(
             )  # fmt: skip
         mbarrier.arrive(tiles.empty.index(0), count=1)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
+        part = gl.to_tensor(0)
+        if HAS_PARTS:
+            part = scheduler.part(tiles.box, messages)
         scheduler.discard(tiles.box, messages)
         meet()  # the other group's last dQ has read what these results overwrite
         if has_dropout(rules.dropout):
             dv = times(dv, rules.dropout.scale)
         strides = (results.stride_dv_b, results.stride_dv_h, results.stride_dv_n)
-        store_result(dv, results.dv_maps, results.dv_ptr, strides, tiles, work, GROUP, HEAD_DIM_V, rules)
+        store_result(
+            dv, results.dv_maps, results.dv_ptr, strides, tiles, work, part, GROUP, HEAD_DIM_V, HAS_PARTS, rules
+        )
         dk = times(dk, rules.softmax_scale)
         strides = (results.stride_dk_b, results.stride_dk_h, results.stride_dk_n)
-        store_result(dk, results.dk_maps, results.dk_ptr, strides, tiles, work, GROUP, HEAD_DIM, rules)
+        store_result(dk, results.dk_maps, results.dk_ptr, strides, tiles, work, part, GROUP, HEAD_DIM, HAS_PARTS, rules)
         messages += 1
         scheduler.wait_posted(tiles.box, messages)
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -499,6 +531,7 @@ def joint_kernel(
         mbarrier.init(box.empty.index(i), count=READERS)
     fence_async_shared()
     results = Results(gradients, present(dk_map, None, None), present(dv_map, None, None))
+    HAS_PARTS: gl.constexpr = has_parts(gradients.dk_ptr, k_maps, rules)
     seqlen_q = schedule.seqlen_k
     seqlen_k = schedule.seqlen_q
     maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map
@@ -507,8 +540,8 @@ def joint_kernel(
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules, True)),
-            (adder, (0, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules)),
-            (adder, (1, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules)),
+            (adder, (0, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules, HAS_PARTS)),
+            (adder, (1, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules, HAS_PARTS)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -11,10 +11,11 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
-from warpwave.kernels.hopper.flash_bwd import joint, joint_steps, launches, rows
+from warpwave.kernels.hopper.flash_bwd import joint, joint_steps, launches, rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     Config,
+    divided_tail,
     dq_columns,
     dq_shares,
     fits_joint,
@@ -33,7 +34,8 @@ from warpwave.runtime.tensor_maps import MapPlan
 def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches, in their order."""
     assert not is_broad(problem) or fits_joint(problem), "joint_steps.broad_step leaves out other features"
-    return [_gradients(problem, gpu, tensors, config), _finish(problem, tensors, config)]
+    found = [_gradients(problem, gpu, tensors, config), _finish(problem, tensors, config)]
+    return found if divided_tail(problem, config)[1] == 1 else [*found, _sums_of_parts(problem, tensors, config)]
 
 
 def _plans(
@@ -64,11 +66,13 @@ def _plans(
 
 
 def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
-    kind, is_divided = launches.bias_kind(tensors), tensors.workspace.dk_splits is not None
+    kind, (whole, parts) = launches.bias_kind(tensors), divided_tail(problem, config)
+    items = whole + parts * (scheduled_blocks(problem, config) - whole)
+    has_splits = tensors.workspace.dk_splits is not None and parts == 1
 
     def mapped(t: Tensors) -> tuple[Any, ...]:
         of_bias = (t.operands.bias,) if kind == "cells" else ()
-        stored = () if is_divided else t.of_keys
+        stored = () if has_splits else (t.dk, t.dv)
         work = t.workspace
         return *t.operands[:3], t.dout, work.lse_log2, work.delta, work.dq_sums, *of_bias, *stored
 
@@ -80,13 +84,11 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
 
     sources = mapped(tensors)
     plans = _plans(problem, config, sources, kind == "cells")
-    # Of a query: Q, dO and dQ's sums.
-    columns = sum(map(sum, tile_pieces(problem)))
-    scalars = launches.of_keys(problem, tensors, config, 2 * columns + 4 * dq_columns(problem, config))
+    scalars = launches.of_keys(problem, tensors, config, _bytes_of_query(problem, config))
     pieces, pieces_v = product_pieces(problem)
     of = launch.Launch(
         kernel=joint.joint_kernel,
-        grid=min(scheduled_blocks(problem, config), gpu.num_sms or host.NUM_SMS),
+        grid=min(items, gpu.num_sms or host.NUM_SMS),
         tensors=(
             *launches.mapped(plans, sources),
             *beside(tensors),
@@ -115,6 +117,45 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
         options={"num_warps": 4, "enable_fp_fusion": True},
     )
     return Step(of, lambda t: (*mapped(t), *beside(t)), plans)
+
+
+def _bytes_of_query(problem: AttentionProblem, config: Config) -> int:
+    """Returns the bytes of a query of a head in L2: of Q, dO and dQ's sums."""
+    return 2 * sum(map(sum, tile_pieces(problem))) + 4 * dq_columns(problem, config)
+
+
+def _sums_of_parts(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:
+    blocks, (whole, parts) = scheduled_blocks(problem, config), divided_tail(problem, config)
+    heads, bytes_of_head = problem.num_heads_kv, problem.seqlen_q * _bytes_of_query(problem, config)
+
+    def given(t: Tensors) -> tuple[Any, ...]:
+        return *t.of_keys, t.dk, t.dv
+
+    of = launch.Launch(
+        kernel=sum_splits.sum_parts_kernel,
+        grid=2 * (blocks - whole) * (config.block_n // sum_splits.BLOCK),
+        tensors=given(tensors),
+        scalars=[
+            blocks,
+            whole,
+            parts,
+            -(-problem.seqlen_k // config.block_n),
+            launches.heads_together(problem, config, heads, blocks, bytes_of_head),
+            problem.batch,
+            heads,
+            problem.seqlen_k,
+        ],
+        constants={
+            "ROWS": sum_splits.BLOCK,
+            "BLOCK_N": config.block_n,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
+            "WIDTH": arguments.padded(problem.head_dim),
+            "WIDTH_V": arguments.padded(problem.head_dim_v),
+        },
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
+    )
+    return Step(of, given)
 
 
 def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:

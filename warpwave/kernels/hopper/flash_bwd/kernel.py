@@ -20,9 +20,11 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     config_of_bias,
     configs,
     default,
+    divided_tail,
     dq_columns,
     group_splits,
     has_hidden_rows,
+    scheduled_blocks,
     smem_bytes,
     steps_of_dq,
     why_not,
@@ -68,6 +70,10 @@ def _workspace_shapes(problem: AttentionProblem, config: Config) -> list[tuple[i
     if splits > 1:
         lead = (problem.total_k,) if problem.packed else (problem.batch, problem.seqlen_k)
         of_splits = [(*lead, splits * problem.num_heads_kv, d) for d in (problem.head_dim, problem.head_dim_v)]
+    whole, parts = divided_tail(problem, config)
+    if parts > 1:
+        items = parts * (scheduled_blocks(problem, config) - whole)
+        of_splits = [(items, config.block_n, 1, d) for d in (problem.head_dim, problem.head_dim_v)]
     return [statistics, statistics, lines, turns, of_sinks, *of_parts, *of_splits]
 
 
@@ -217,7 +223,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def specify(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled."""
-    sums = launches.sums_of_splits(problem, tensors)
+    sums = launches.sums_of_splits(problem, tensors, config)
     if problem.dtype == "float32":
         return [*split_launch.steps(problem, gpu, tensors, config), *sums]
     of = joint_launch if config.is_joint else apart_launch

@@ -11,7 +11,15 @@ from warpwave.kernels import arguments
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.dropout import PERIOD
 from warpwave.kernels.hopper.flash_bwd import rows, sum_splits
-from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import (
+    Config,
+    divided_tail,
+    divides_steps,
+    group_splits,
+    is_broad,
+    scheduled_blocks,
+    steps_of_dq,
+)
 from warpwave.kernels.prepass import mask_bits
 from warpwave.problem import AttentionProblem, Operands
 from warpwave.runtime import launch
@@ -168,6 +176,27 @@ def block_sizes(problem: AttentionProblem) -> list[int]:
     return [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.batch, *window]
 
 
+def heads_together(problem: AttentionProblem, config: Config, heads: int, blocks: int, bytes_of_head: int) -> int:
+    """Returns how many kv heads run together, each counted once for each of its splits.
+
+    Args:
+        heads, blocks: of the schedule.
+        bytes_of_head: bytes of the queries of one query head in L2.
+    """
+    # As if L2 held one query head of each kv head that runs. If it held whole groups, few kv heads would run together,
+    # and the longest blocks of the last ones would start late. One query head per kv head was 1.20 to 1.42 times as
+    # fast in the joint launch (2026-11-25-h100-descriptors.json), which then walked head after head; it was not timed
+    # again, and never in the launch apart.
+    held = host.heads_in_l2(problem, heads, blocks, bytes_of_head)
+    if problem.packed or not (config.is_joint and is_broad(problem)):
+        return held
+    # In the joint launch all blocks of a head walk its tiles at the same time, so L2 need not hold the whole head. More
+    # heads leave less of the multiprocessors idle at the end: 0.97 to 1.11 times as fast above head_dim 128, up to it
+    # 0.96 to 1.03 (docs/notes/backward.md).
+    enough = -(-host.LEAST_BLOCKS_DENSE * host.NUM_SMS * heads * problem.batch // blocks)
+    return min(heads * problem.batch, max(held, enough))
+
+
 def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_of_row: int) -> list[Any]:
     """Returns the first numbers of a launch that draws blocks of keys (band.work_on_keys), in its order: those of
     `groups.KeyGradients`, `groups.KeySchedule` and `band.Options`.
@@ -190,13 +219,10 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         heads,
         problem.num_heads_q // heads,
         splits,
+        *divided_tail(problem, config),
         problem.batch,
         tiles_per_head,
-        # As if L2 held one query head of each kv head that runs. If it held whole groups, few kv heads would run
-        # together, and the longest blocks of the last ones would start late. One query head per kv head was 1.20 to
-        # 1.42 times as fast in the joint launch (2026-11-25-h100-descriptors.json), which then walked head after head;
-        # it was not timed again, and never in the launch apart.
-        host.heads_in_l2(problem, heads, blocks, problem.seqlen_q * bytes_of_row),
+        heads_together(problem, config, heads, blocks, problem.seqlen_q * bytes_of_row),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,
@@ -303,10 +329,10 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
     )
 
 
-def sums_of_splits(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
+def sums_of_splits(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launch that adds up dK and dV of the splits of a group; none without splits."""
     work, block = tensors.workspace, sum_splits.BLOCK
-    if work.dk_splits is None:
+    if work.dk_splits is None or divides_steps(problem, config):
         return []
     keys = tensors.dk.numel() // problem.head_dim
 

@@ -3,7 +3,7 @@
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, work_on_keys
 from warpwave.kernels.hopper.flash_bwd.bias import bytes_of, load_bias
-from warpwave.kernels.hopper.flash_bwd.steps import load_rows, place_of_step, step_of, walk_of
+from warpwave.kernels.hopper.flash_bwd.steps import has_parts, load_rows, place_of_step, step_of, walk_of
 from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import first_column, tile_bytes
 from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
@@ -20,22 +20,36 @@ def producer(
     n = 0
     messages = 0
     t = gl.to_tensor(-1)
-    while t < schedule.num_tiles:
+    items = schedule.num_tiles
+    if TILES_FIRST and has_parts(offsets.dk_ptr, tiles.keys, rules):
+        items = schedule.whole + schedule.parts * (schedule.num_tiles - schedule.whole)
+    while t < items:
         # One draw for the first tile and all others: of one before the loop, ptxas 12.8 leaves the warp diverged.
-        t = scheduler.draw_in_order(counter_ptr, schedule.num_tiles)
-        work = work_on_keys(schedule, offsets, t, rules)
+        t = scheduler.draw_in_order(counter_ptr, items)
+        block = t
+        part = t - schedule.whole
+        if TILES_FIRST and has_parts(offsets.dk_ptr, tiles.keys, rules):
+            block = gl.where(part < 0, t, schedule.whole + part // schedule.parts)
+        work = work_on_keys(schedule, offsets, block, rules)
         band = band_of(work, rules)
         key_first = band.k_begin + work.tile * rules.BLOCK_N
         span = query_span(band, key_first, rules)
         count = span.end - span.begin
-        if (t < schedule.num_tiles) & (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
+        if (t < items) & (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
+            steps = count * heads.group_size
+            first_step = gl.to_tensor(0)
+            if TILES_FIRST and has_parts(offsets.dk_ptr, tiles.keys, rules):
+                whole_steps = steps
+                if part >= 0:
+                    first_step = part % schedule.parts * whole_steps // schedule.parts
+                    steps = (part % schedule.parts + 1) * whole_steps // schedule.parts - first_step
+                scheduler.post_part(tiles.box, messages, first_step, first_step + steps, part)
             scheduler.post(tiles.box, messages, work, rules.IS_VARLEN)
             batch = work.batch
             if rules.IS_VARLEN:
                 batch = 0
             statistic = first_statistic(work, rules.BLOCK_M, rules)
             row = work.q_begin + band.q_begin
-            steps = count * heads.group_size
             walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
             if rules.HAS_MASK:
                 steps = gl.load(walk)
@@ -44,7 +58,7 @@ def producer(
                     head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
                     down = row_first - band.q_begin
                 else:
-                    head, tile = place_of_step(i, work, span, heads, TILES_FIRST)
+                    head, tile = place_of_step(first_step + i, work, span, heads, TILES_FIRST)
                     down = tile * rules.BLOCK_M
                 line = [batch * heads.num_heads + head, statistic + down]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)

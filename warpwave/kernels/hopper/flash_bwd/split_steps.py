@@ -132,5 +132,5 @@ def store_slices(x, ring, factor, ptr, strides, batch, head, row, row_end, WIDTH
     for i in gl.static_range(num_slices(ring.pieces)):
         column = slice_column(ring.pieces, i)
         store_rows(
-            x[i] * factor, ptr + column, stride_b, stride_h, stride_m, batch, head, row, row_end, WIDTH - column
+            x[i] * factor, ptr + column, stride_b, stride_h, stride_m, batch, head, row, row_end, WIDTH - column, 1
         )  # fmt: skip
