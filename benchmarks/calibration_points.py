@@ -23,9 +23,9 @@ from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
-from warpwave.kernels.hopper.flash_bwd.config import divided_tail
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
+from warpwave.kernels.hopper.flash_bwd.config import divided_tail
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench.record_schema import problem_of as problem_of_record
 from warpwave.workbench.bench.records import read_records

@@ -53,7 +53,9 @@ def test_what_was_fitted_to_does_not_judge() -> None:
     left = calibrate_model.unseen(judged, fitting)
     assert {point.problem for point in left}.isdisjoint(point.problem for point in fitting)
     common = {point.name for point in judged} - {point.name for point in left}
-    assert common == {f"d256 8x1024 h8 bf16 gradients {name}" for name in ("flash_bwd", "hopper/flash_bwd")}
+    of_grids = {name for name in common if " gradients " in name}
+    assert of_grids == {f"d256 8x1024 h8 bf16 gradients {name}" for name in ("flash_bwd", "hopper/flash_bwd")}
+    assert len(common - of_grids) == 21, "of calls that both tables have"
 
 
 def test_every_kernel_of_gradients_is_timed_on_each_grid_and_no_time_limit_leaves_a_grid_out() -> None:
@@ -147,7 +149,7 @@ def test_tables_of_gradients_are_read_whole() -> None:
     tables = [calibration_points.points(path) for path in paths if path.suffix == ".json"]
     kernels = [{p.kernel.NAME for p in points} for points in tables]
     assert kernels == [{"flash_bwd"}, {"hopper/flash_bwd"}, {"hopper/flash_bwd"}]
-    assert [len(points) for points in tables] == [18, 52, 15], "without times of the former joint launch"
+    assert [len(points) for points in tables] == [18, 42, 37], "without times of the former joint launch"
     assert all(p.graph and p.hot and p.problem.return_lse for points in tables for p in points), "calls back to back"
     grouped = next(p for p in tables[1] if p.name.startswith("192/128, 2 x 8192, 16 on 4 heads, causal"))
     assert (grouped.problem.num_heads_kv, grouped.problem.head_dim_v) == (4, 128)
