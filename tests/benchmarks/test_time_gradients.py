@@ -55,7 +55,7 @@ def test_what_was_fitted_to_does_not_judge() -> None:
     common = {point.name for point in judged} - {point.name for point in left}
     of_grids = {name for name in common if " gradients " in name}
     assert of_grids == {f"d256 8x1024 h8 bf16 gradients {name}" for name in ("flash_bwd", "hopper/flash_bwd")}
-    assert len(common - of_grids) == 21, "of calls that both tables have"
+    assert all(name.endswith("hopper/flash_bwd") for name in common - of_grids), "of calls that both tables have"
 
 
 def test_every_kernel_of_gradients_is_timed_on_each_grid_and_no_time_limit_leaves_a_grid_out() -> None:
