@@ -92,6 +92,7 @@ SPILL_BOUNDS = {
     ("nvidia", "prefill, head_dim 256"): 240,
     ("nvidia", "prefill, packed and paged"): 32,
     ("nvidia", "int8, chunk"): 128,  # sm_90's 112
+    ("nvidia", "int8, decode, factors of heads"): 10,  # sm_90's 8
     ("nvidia", "float8, chunk, head_dim 256"): 420,  # sm_90's 336
     ("rdna", "prefill, head_dim 256"): 256,
     ("rdna", "decode, float32"): 1200,

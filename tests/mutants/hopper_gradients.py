@@ -117,8 +117,9 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dq added to another tile than it is of", JOINT,
-        "head, tile = place_of_step(i, work, span, heads, True)",
-        "head, tile = place_of_step(i, work, span, heads, True); tile = span.begin + i // heads.group_size",
+        "head, tile = place_of_step(first_step + i, work, span, heads, True)",
+        "head, tile = place_of_step(first_step + i, work, span, heads, True); "
+        "tile = span.begin + (first_step + i) // heads.group_size",
         BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
     ),
     Mutant(
@@ -199,8 +200,9 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: a group's first head in place of each", "kernels/hopper/flash_bwd/producer.py",
-        "head, tile = place_of_step(i, work, span, heads, TILES_FIRST)",
-        "head, tile = place_of_step(i, work, span, heads, TILES_FIRST); head = work.head * heads.group_size",
+        "head, tile = place_of_step(first_step + i, work, span, heads, TILES_FIRST)",
+        "head, tile = place_of_step(first_step + i, work, span, heads, TILES_FIRST); "
+        "head = work.head * heads.group_size",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
     Mutant(
