@@ -89,6 +89,7 @@ EVERYTHING = ("everything at once", "everything of a cache, packed")
 SPILL_BOUNDS = {
     ("nvidia", "decode, one token a page"): 20,  # sm_120's 16; none elsewhere
     ("nvidia", "decode, head_dim 64"): 10,  # sm_80's 8; none elsewhere
+    ("nvidia", "decode, large pages"): 10,  # sm_120's 8; none elsewhere
     ("nvidia", "prefill, head_dim 256"): 240,
     ("nvidia", "prefill, packed and paged"): 32,
     ("nvidia", "int8, chunk"): 128,  # sm_90's 112
