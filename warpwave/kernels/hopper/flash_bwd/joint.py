@@ -2,6 +2,7 @@
 
 A block owns 128 keys of one kv head, 64 for each of two consumer warpgroups, and walks the queries of the heads that
 read them, or of its share of these heads: all heads of a tile before the next tile, or in the order of a mask's list.
+A part of a block walks some of these steps (config.divided_tail).
 Scores are computed transposed, keys by queries, so that P and dS are operands of dV and dK as they are, in registers
 (above head_dim 128 dS in shared memory):
 

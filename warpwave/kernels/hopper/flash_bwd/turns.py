@@ -15,7 +15,8 @@ Nothing waits for ever, because a block waits only for blocks of earlier keys, w
 (`band.work_on_keys`, `scheduler.draw_in_order`). Without a mask, all blocks walk their queries from the last tile to
 the first, and all heads of a tile before the next tile. Under a causal mask, a block of later keys sees fewer tiles
 than one of earlier keys, but begins at the same tile, so it seldom gets ahead of the first block. With a window it
-begins at the same or a later tile.
+begins at the same or a later tile. Parts of blocks (`config.divided_tail`) begin where the same parts of other blocks
+begin.
 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """
