@@ -74,8 +74,9 @@ def check(kind: tuple[str, str], head_dim: int, feature: str, block: int, facts:
     ]  # fmt: skip
     assert overlapped, f"{what}: {loops}"
     for loop in overlapped:
-        # Beside a mask, a bias or a window a coordinate is read again.
-        assert loop.count("S") <= (feature in ("mask", "bias", "window")), f"{what}: the loop spills: {loop}"
+        # Beside a mask or bias a coordinate is read again, beside a window up to two.
+        bound = {"mask": 1, "bias": 1, "window": 2}.get(feature, 0)
+        assert loop.count("S") <= bound, f"{what}: the loop spills: {loop}"
 
 
 @pytest.mark.parametrize(("kind", "head_dim", "feature", "block"), SAMPLE)
