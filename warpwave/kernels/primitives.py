@@ -33,13 +33,27 @@ def tile_pointers(ptr, rows, columns, stride_row, stride_column):
 
 
 @jit
-def load_tile(pointers, rows, columns, row_begin, row_end, num_columns, CHECK_COLUMNS: tl.constexpr):
-    """Loads the tile at `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`. A tile of
-    int16 holds words (`halves`), not numbers."""
-    inside = ((rows >= row_begin) & (rows < row_end))[:, None]
-    if CHECK_COLUMNS:
-        inside = inside & (columns < num_columns)[None, :]
-    tile = tl.load(pointers, mask=inside, other=0.0)
+def load_tile(
+    pointers,
+    rows,
+    columns,
+    row_begin,
+    row_end,
+    num_columns,
+    CHECK_COLUMNS: tl.constexpr,
+    CHECK_ROWS: tl.constexpr = True,
+):
+    """Loads the tile at `pointers`, zero outside `row_begin <= row < row_end` and `column < num_columns`, each only if
+    checked. A tile of int16 holds words (`halves`), not numbers."""
+    if CHECK_ROWS:
+        inside = ((rows >= row_begin) & (rows < row_end))[:, None]
+        if CHECK_COLUMNS:
+            inside = inside & (columns < num_columns)[None, :]
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif CHECK_COLUMNS:
+        tile = tl.load(pointers, mask=(columns < num_columns)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
     if IN_INTERPRETER and tile.dtype != tl.int16:
         tile = tile.to(tl.float32)
     return tile

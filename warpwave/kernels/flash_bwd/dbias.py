@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
-from warpwave.kernels.flash_bwd.tiles import load_lse_log2, load_rows, probabilities, score_gradient, score_tile
+from warpwave.kernels.flash_bwd.tiles import load_statistics, probabilities, score_gradient, score_tile
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
     band_edges,
@@ -36,8 +36,7 @@ def flash_bwd_dbias_kernel(
     sequences: Sequences,
     window: Window,
     dropout: Dropout,
-    lse_tensor: OfHeads,
-    delta_ptr,
+    statistics: OfHeads,
     dbias_ptr,
     batch_size,
     bias_batch,
@@ -53,7 +52,6 @@ def flash_bwd_dbias_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
-    LSE_IN_BITS: tl.constexpr,
     PER_QUERY: tl.constexpr,
     PER_KEY: tl.constexpr,
 ):
@@ -109,7 +107,7 @@ def flash_bwd_dbias_kernel(
         batch = (batch_begin + item // (head_end - head_begin)).to(tl.int64)
         head = (head_begin + item % (head_end - head_begin)).to(tl.int64)
         kv_head = head // group_size
-        line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
+        line = batch * statistics.stride_b + head * statistics.stride_h
         q_pointers = q_tensor.ptr + (batch * q_tensor.stride_b + head * q_tensor.stride_h)
         q_pointers = tile_pointers(q_pointers, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d)
         dout_pointers = dout_tensor.ptr + (batch * dout_tensor.stride_b + head * dout_tensor.stride_h)
@@ -122,7 +120,7 @@ def flash_bwd_dbias_kernel(
         for row_tile in range(row_begin, row_end, BLOCK_M):
             rows = row_tile + first_rows
             row_last = tl.minimum(row_tile + BLOCK_M, seqlen_q) - 1
-            key_begin, key_end, first, whole_begin, whole_end = key_ranges(
+            key_begin, key_end, first, _, _ = key_ranges(
                 row_tile, row_last, seqlen_k, low, high, BLOCK_N, window.HAS_LOW, window.HAS_HIGH
             )
             row_offset = tl.cast(row_tile, tl.int64)
@@ -135,10 +133,8 @@ def flash_bwd_dbias_kernel(
             )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
             q = operand(q, PRECISION, IS_NVIDIA)
             dout = operand(dout, PRECISION, IS_NVIDIA)
-            lse_log2 = load_lse_log2(lse_tensor.ptr + line, rows, 0, seqlen_q, LSE_IN_BITS)  # [BLOCK_M]
-            delta = load_rows(delta_ptr + line, rows, 0, seqlen_q, 0.0)  # [BLOCK_M]
+            lse_log2, delta = load_statistics(statistics.ptr + line + rows, rows, 0, seqlen_q, True)  # [BLOCK_M], each
             for key_tile in range(tl.maximum(first, own_key_begin), tl.minimum(key_end, own_key_end), BLOCK_N):
-                at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)
                 k = load_tile(
@@ -154,7 +150,7 @@ def flash_bwd_dbias_kernel(
                 raw = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
                 inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
                 scores, scale, _derivative = score_tile(
-                    raw, rows[:, None], keys[None, :], inside, at_edge, low, high, seqlen_k - seqlen_q,
+                    raw, rows[:, None], keys[None, :], inside, True, low, high, seqlen_k - seqlen_q,
                     mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)
@@ -165,7 +161,7 @@ def flash_bwd_dbias_kernel(
                         dropout.threshold,
                     )  # fmt: skip
                     dp = tl.where(kept, dp * dropout.scale, 0.0)
-                acc += score_gradient(p, dp, delta[:, None], at_edge, True)
+                acc += score_gradient(p, dp, delta[:, None], True, True)
 
     # Tiles that share a cell of the bias lie in the same place of acc, or in a row or column of it.
     rows = tile_m * BLOCK_M + first_rows

@@ -11,12 +11,13 @@ from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
-    load_lse_log2,
-    load_rows,
+    load_statistics,
     probabilities,
     score_gradient,
     score_tile,
+    steps_of,
     through_softcap,
+    tile_of,
 )
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
@@ -45,8 +46,7 @@ def flash_bwd_dkv_kernel(
     sequences: Sequences,
     window: Window,
     dropout: Dropout,
-    lse_tensor: OfHeads,
-    delta_ptr,
+    statistics: OfHeads,
     dk_tensor: InUnits,
     dv_tensor: InUnits,
     num_heads_q,
@@ -60,7 +60,6 @@ def flash_bwd_dkv_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
-    LSE_IN_BITS: tl.constexpr,
     WRITE_DK: tl.constexpr,
     WRITE_DV: tl.constexpr,
 ):
@@ -82,7 +81,7 @@ def flash_bwd_dkv_kernel(
     batch = (batch_head // num_heads_kv).to(tl.int64)
 
     q_ptr, k_ptr, v_ptr, dout_ptr = q_tensor.ptr, k_tensor.ptr, v_tensor.ptr, dout_tensor.ptr
-    dk_ptr, dv_ptr, lse_ptr = dk_tensor.ptr, dv_tensor.ptr, lse_tensor.ptr
+    dk_ptr, dv_ptr, statistics_ptr = dk_tensor.ptr, dv_tensor.ptr, statistics.ptr
     seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
     if sequences.IS_VARLEN:
         q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
@@ -93,9 +92,8 @@ def flash_bwd_dkv_kernel(
         k_ptr += k_begin * k_tensor.stride_m
         v_ptr += k_begin * v_tensor.stride_m
         dout_ptr += q_begin * dout_tensor.stride_m
-        lse_ptr += q_begin
+        statistics_ptr += q_begin
         if WRITE_DK:
-            delta_ptr += q_begin
             dk_ptr += k_begin * dk_tensor.stride_m
         if WRITE_DV:
             dv_ptr += k_begin * dv_tensor.stride_m
@@ -130,7 +128,8 @@ def flash_bwd_dkv_kernel(
         dropout_key = load_dropout_key(dropout.seed_ptr)
     for member in range(group_size):
         head = kv_head * group_size + member
-        line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
+        line = batch * statistics.stride_b + head * statistics.stride_h
+        statistics_pointers = statistics_ptr + line + first_rows
         q_pointers = tile_pointers(
             q_ptr + head * q_tensor.stride_h, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d
         )
@@ -138,49 +137,55 @@ def flash_bwd_dkv_kernel(
             dout_ptr + head * dout_tensor.stride_h, first_rows, dims_v, dout_tensor.stride_m, 1
         )
         mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
-        for row_tile in range(first, row_end, BLOCK_M):
-            at_edge = (row_tile < whole_begin) | (row_tile >= whole_end)
-            rows = row_tile + first_rows
-            tile_offset = tl.cast(row_tile, tl.int64)
-            # Queries that see no key of the tile are not read: NaN there must have no effect.
-            q = q_pointers + tile_offset * q_tensor.stride_m
-            q = load_tile(q, rows, dims, row_begin, row_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-            dout = dout_pointers + tile_offset * dout_tensor.stride_m
-            dout = load_tile(
-                dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV
-            )  # [BLOCK_M, BLOCK_DV]
-            lse_log2 = load_lse_log2(lse_ptr + line, rows, row_begin, row_end, LSE_IN_BITS)  # [BLOCK_M]
-            q_parts = operand(q, PRECISION, IS_NVIDIA)
-            raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
-            inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
-            scores, scale, derivative = score_tile(
-                raw, rows[None, :], keys[:, None], inside, at_edge, low, high, seqlen_k - seqlen_q,
-                mask_ptr, bias_ptr, slope_log2, rules, window,
-            )  # fmt: skip
-            p = probabilities(scores, scale, lse_log2[None, :], rules.HAS_MASK or rules.HAS_BIAS)
-            if rules.HAS_MASK or rules.HAS_BIAS:
-                # A query that sees no key of the tile must have no effect, but 0 * NaN is NaN.
-                sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
-                q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
-                dout = tl.where(sees, dout, 0.0)
-            dout_parts = operand(dout, PRECISION, IS_NVIDIA)
-            p_kept = p
-            if dropout.HAS_DROPOUT:
-                kept = dropout_keeps(
-                    dropout_key, batch, head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
-                    dropout.threshold,
+        # Tiles that every key of the block sees whole, without any test; then those at an edge.
+        for AT_EDGE in tl.static_range(2):
+            begin, end = steps_of(first, whole_begin, whole_end, row_end, AT_EDGE)
+            for step in range(begin, end, BLOCK_M):
+                row_tile = tile_of(step, whole_begin, whole_end, AT_EDGE)
+                rows = row_tile + first_rows
+                tile_offset = tl.cast(row_tile, tl.int64)
+                # Queries that see no key of the tile are not read: NaN there must have no effect.
+                q = q_pointers + tile_offset * q_tensor.stride_m
+                q = load_tile(
+                    q, rows, dims, row_begin, row_end, HEAD_DIM, HEAD_DIM < BLOCK_D, AT_EDGE
+                )  # [BLOCK_M, BLOCK_D]
+                dout = dout_pointers + tile_offset * dout_tensor.stride_m
+                dout = load_tile(
+                    dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, AT_EDGE
+                )  # [BLOCK_M, BLOCK_DV]
+                lse_log2, delta = load_statistics(
+                    statistics_pointers + tile_offset, rows, row_begin, row_end, AT_EDGE
+                )  # [BLOCK_M], each
+                q_parts = operand(q, PRECISION, IS_NVIDIA)
+                raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
+                scores, scale, derivative = score_tile(
+                    raw, rows[None, :], keys[:, None], inside, AT_EDGE, low, high, seqlen_k - seqlen_q,
+                    mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
-                p_kept = tl.where(kept, p, 0.0)
-            if WRITE_DV:
-                dv = product(operand(p_kept.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)
-            if WRITE_DK:
-                delta = load_rows(delta_ptr + line, rows, row_begin, row_end, 0.0)  # [BLOCK_M]
-                dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                p = probabilities(scores, scale, lse_log2[None, :], rules.HAS_MASK or rules.HAS_BIAS)
+                if rules.HAS_MASK or rules.HAS_BIAS:
+                    # A query that sees no key of the tile must have no effect, but 0 * NaN is NaN.
+                    sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
+                    q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
+                    dout = tl.where(sees, dout, 0.0)
+                dout_parts = operand(dout, PRECISION, IS_NVIDIA)
+                p_kept = p
                 if dropout.HAS_DROPOUT:
-                    dp = tl.where(kept, dp * dropout.scale, 0.0)
-                ds = score_gradient(p, dp, delta[None, :], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
-                ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
-                dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
+                    kept = dropout_keeps(
+                        dropout_key, batch, head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
+                        dropout.threshold,
+                    )  # fmt: skip
+                    p_kept = tl.where(kept, p, 0.0)
+                if WRITE_DV:
+                    dv = product(operand(p_kept.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)
+                if WRITE_DK:
+                    dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                    if dropout.HAS_DROPOUT:
+                        dp = tl.where(kept, dp * dropout.scale, 0.0)
+                    ds = score_gradient(p, dp, delta[None, :], AT_EDGE, rules.HAS_MASK or rules.HAS_BIAS)
+                    ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
+                    dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
 
     if WRITE_DK:
         dk_ptr += batch * dk_tensor.stride_b + kv_head * dk_tensor.stride_h

@@ -17,12 +17,14 @@ from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
     infinite_if_blind,
-    load_lse_log2,
     load_rows,
     probabilities,
     score_gradient,
     score_tile,
+    steps_of,
+    store_statistics,
     through_softcap,
+    tile_of,
 )
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
@@ -57,11 +59,10 @@ def flash_bwd_dq_kernel(
     window: Window,
     dropout: Dropout,
     lse_tensor: OfHeads,
-    delta_ptr,
+    statistics_ptr,
     out_tensor: InUnits,
     dlse_ptr,
     sinks_ptr,
-    own_lse_ptr,
     dq_tensor: InUnits,
     of_slopes_ptr,
     of_sinks_ptr,
@@ -124,10 +125,8 @@ def flash_bwd_dq_kernel(
         v_ptr += k_begin * v_tensor.stride_m
         dout_ptr += q_begin * dout_tensor.stride_m
         out_ptr += q_begin * out_tensor.stride_m
-        delta_ptr += q_begin
-        if OWN_STATISTICS:
-            own_lse_ptr += q_begin
-        else:
+        statistics_ptr += q_begin
+        if not OWN_STATISTICS:
             lse_ptr += q_begin
         if HAS_DLSE:
             dlse_ptr += q_begin
@@ -168,9 +167,10 @@ def flash_bwd_dq_kernel(
         out = load_tile(out, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
         # The output of a row that sees nothing is 0, so its upstream gradient must have no effect, NaN included.
         delta = tl.sum(tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32)), 1)  # [BLOCK_M]
-        lse_log2 = load_lse_log2(lse_ptr + line, rows, 0, seqlen_q, False)  # [BLOCK_M]
+        lse = load_rows(lse_ptr + line, rows, seqlen_q, float("-inf"))  # [BLOCK_M]
+        lse_log2 = infinite_if_blind(lse * LOG2_E)
         if HAS_DLSE:
-            delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)
+            delta -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)
     sink_log2 = float("-inf")
     if HAS_SINKS:
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
@@ -183,45 +183,53 @@ def flash_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     of_slope = tl.zeros([BLOCK_M], tl.float32)
     for WALK in tl.static_range(0 if OWN_STATISTICS else 1, 2 if WRITE_DQ or WRITE_DSLOPES else 1):
-        for key_tile in range(first, key_end, BLOCK_N):
-            at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
-            keys = key_tile + first_keys
-            tile_offset = tl.cast(key_tile, tl.int64)
-            # Keys that no query of the tile sees are not read: NaN there must have no effect.
-            k = k_pointers + tile_offset * k_tensor.stride_m
-            k = load_tile(k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            v = v_pointers + tile_offset * v_tensor.stride_m
-            v = load_tile(v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-            k_parts = operand(k, PRECISION, IS_NVIDIA)
-            v_parts = operand(v, PRECISION, IS_NVIDIA)
-            raw = product(q, transposed(k_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
-            inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
-            scores, scale, derivative = score_tile(
-                raw, rows[:, None], keys[None, :], inside, at_edge, low, high, seqlen_k - seqlen_q,
-                mask_ptr, bias_ptr, slope_log2, rules, window,
-            )  # fmt: skip
-            dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
-            if dropout.HAS_DROPOUT:
-                kept = dropout_keeps(
-                    dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
-                    dropout.threshold,
+        for AT_EDGE in tl.static_range(2):  # whole tiles first
+            begin, end = steps_of(first, whole_begin, whole_end, key_end, AT_EDGE)
+            for step in range(begin, end, BLOCK_N):
+                key_tile = tile_of(step, whole_begin, whole_end, AT_EDGE)
+                keys = key_tile + first_keys
+                tile_offset = tl.cast(key_tile, tl.int64)
+                # Keys that no query of the tile sees are not read: NaN there must have no effect.
+                k = k_pointers + tile_offset * k_tensor.stride_m
+                k = load_tile(
+                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, AT_EDGE
+                )  # [BLOCK_N, BLOCK_D]
+                v = v_pointers + tile_offset * v_tensor.stride_m
+                v = load_tile(
+                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, AT_EDGE
+                )  # [BLOCK_N, BLOCK_DV]
+                k_parts = operand(k, PRECISION, IS_NVIDIA)
+                v_parts = operand(v, PRECISION, IS_NVIDIA)
+                raw = product(q, transposed(k_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
+                scores, scale, derivative = score_tile(
+                    raw, rows[:, None], keys[None, :], inside, AT_EDGE, low, high, seqlen_k - seqlen_q,
+                    mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
-                dp = tl.where(kept, dp * dropout.scale, 0.0)
-            if WALK == 0:
-                p, alpha, m_i, l_i = softmax_step(scores, scale, m_i, l_i)
-                delta = delta * alpha + tl.sum(score_gradient(p, dp, 0.0, at_edge, rules.HAS_MASK or rules.HAS_BIAS), 1)
-            else:
-                p = probabilities(scores, scale, lse_log2[:, None], rules.HAS_MASK or rules.HAS_BIAS)
-                ds = score_gradient(p, dp, delta[:, None], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
-                if WRITE_DSLOPES:
-                    distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
-                    of_slope -= tl.sum(ds * distance, 1)
-                if WRITE_DQ:
-                    ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
-                    if rules.HAS_MASK or rules.HAS_BIAS:
-                        # A key that no query of the tile sees must have no effect, but 0 * NaN is NaN.
-                        k_parts = operand(tl.where(any_of(p, 0)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
-                    dq = product(operand(ds.to(k.dtype), PRECISION, IS_NVIDIA), k_parts, dq, PRECISION)
+                dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                if dropout.HAS_DROPOUT:
+                    kept = dropout_keeps(
+                        dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                        dropout.threshold,
+                    )  # fmt: skip
+                    dp = tl.where(kept, dp * dropout.scale, 0.0)
+                if WALK == 0:
+                    p, alpha, m_i, l_i = softmax_step(scores, scale, m_i, l_i)
+                    delta = delta * alpha + tl.sum(
+                        score_gradient(p, dp, 0.0, AT_EDGE, rules.HAS_MASK or rules.HAS_BIAS), 1
+                    )
+                else:
+                    p = probabilities(scores, scale, lse_log2[:, None], rules.HAS_MASK or rules.HAS_BIAS)
+                    ds = score_gradient(p, dp, delta[:, None], AT_EDGE, rules.HAS_MASK or rules.HAS_BIAS)
+                    if WRITE_DSLOPES:
+                        distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
+                        of_slope -= tl.sum(ds * distance, 1)
+                    if WRITE_DQ:
+                        ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
+                        if rules.HAS_MASK or rules.HAS_BIAS:
+                            # A key that no query of the tile sees must have no effect, but 0 * NaN is NaN.
+                            k_parts = operand(tl.where(any_of(p, 0)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
+                        dq = product(operand(ds.to(k.dtype), PRECISION, IS_NVIDIA), k_parts, dq, PRECISION)
         if WALK == 0:
             m_all = tl.maximum(m_i, sink_log2)
             m_shift = tl.where(m_all == float("-inf"), 0.0, m_all)
@@ -229,11 +237,10 @@ def flash_bwd_dq_kernel(
             l_i = l_i * alpha + tl.math.exp2(sink_log2 - m_shift)
             delta = delta * alpha * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))
             if HAS_DLSE:
-                delta -= load_rows(dlse_ptr + line, rows, 0, seqlen_q, 0.0)
+                delta -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)
             lse_log2 = infinite_if_blind(m_all + tl.math.log2(l_i))
-            tl.store(own_lse_ptr + line + rows, lse_log2, mask=rows < seqlen_q)
 
-    tl.store(delta_ptr + line + rows, delta, mask=rows < seqlen_q)
+    store_statistics(statistics_ptr + line, rows, seqlen_q, lse_log2, delta)
     if WRITE_DSINKS:
         # The value of a sink is 0, so its dP is 0 too. A row that sees nothing may have NaN in delta.
         p_sink = tl.math.exp2(sink_log2 - lse_log2)

@@ -59,8 +59,7 @@ class Outputs(NamedTuple):
 
     Attributes:
         dq, dk, dv, dbias: gradients, contiguous.
-        delta: of each row, as lse.
-        lse_log2: of each row in bits, if the launches compute the log-sum-exp from their own products.
+        statistics: log-sum-exp and delta of each row (`tiles.store_statistics`), int64, shaped as lse.
         of_slopes, of_sinks: the contribution of each tile of queries to a gradient, float32 (batch, num_heads_q,
             tiles).
     """
@@ -69,8 +68,7 @@ class Outputs(NamedTuple):
     dk: Any = None
     dv: Any = None
     dbias: Any = None
-    delta: Any = None
-    lse_log2: Any = None
+    statistics: Any = None
     of_slopes: Any = None
     of_sinks: Any = None
 
@@ -167,19 +165,13 @@ def _allocator(
     makers = [maker(t) if want else None for t, want in zip(sources, wanted, strict=False)]
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
-    shapes: dict[str, Sequence[int]] = {}
-    of_rows = (*rows[:-1], problem.num_heads_q, rows[-1])
-    own_statistics = problem.dtype == "float32"
-    if own_statistics or any(want for i, want in enumerate(wanted) if i != 2):
-        shapes["delta"] = of_rows  # dv does not depend on it
-    if own_statistics:
-        shapes["lse_log2"] = of_rows
-    shapes |= {name: of_heads for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want}
-    workspace = scratch.memory([(shape, torch.float32) for shape in shapes.values()], device)
+    wanted_parts = [name for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want]
+    of_rows = ((*rows[:-1], problem.num_heads_q, rows[-1]), torch.int64)
+    workspace = scratch.memory([of_rows, *[(of_heads, torch.float32) for _ in wanted_parts]], device)
 
     def allocate() -> Outputs:
         gradients = [None if make is None else make() for make in makers]
-        return Outputs(*gradients, **dict(zip(shapes, workspace(), strict=True)))
+        return Outputs(*gradients, **dict(zip(("statistics", *wanted_parts), workspace(), strict=True)))
 
     return allocate
 
@@ -211,7 +203,7 @@ def specify(
     results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous. outputs: the tensors to
     write; gradients are contiguous.
     """
-    (out, _), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
+    out, (dq, dk, dv, dbias, _statistics, of_slopes, of_sinks) = results[0], outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
     unit = stride_unit(operands, out, dout, outputs)
 
@@ -248,20 +240,18 @@ def specify(
             },
         )
 
-    own = lse_log2 is not None
-    launches = []
-    if delta is not None:
-        tile = config.dq
-        blocks = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
-        written = {"WRITE_DQ": dq, "WRITE_DSLOPES": of_slopes, "WRITE_DSINKS": of_sinks}
-        statistics = {"OWN_STATISTICS": own, "HAS_DLSE": dlse is not None, "HAS_SINKS": problem.has_sinks}
-        launches.append(
-            one(
-                flash_bwd_dq_kernel, blocks, tile, tile.block_m,
-                [*shared, *in_units(out, dq), *heads],
-                {**statistics, **{name: t is not None for name, t in written.items()}},
-            )
-        )  # fmt: skip
+    tile = config.dq
+    blocks = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
+    written = {"WRITE_DQ": dq, "WRITE_DSLOPES": of_slopes, "WRITE_DSINKS": of_sinks}
+    own = problem.dtype == "float32"
+    statistics = {"OWN_STATISTICS": own, "HAS_DLSE": dlse is not None, "HAS_SINKS": problem.has_sinks}
+    launches = [
+        one(
+            flash_bwd_dq_kernel, blocks, tile, tile.block_m,
+            [*shared, *in_units(out, dq), *heads],
+            {**statistics, **{name: t is not None for name, t in written.items()}},
+        )
+    ]  # fmt: skip
     for own_dk, own_dv in _launches_of_keys(config, dk, dv):
         tile = config.dkv
         blocks = -(-problem.seqlen_k // tile.block_n) * problem.num_heads_kv * problem.batch
@@ -269,7 +259,7 @@ def specify(
             one(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
                 [*shared, *in_units(own_dk, own_dv), *heads],
-                {"LSE_IN_BITS": own, "WRITE_DK": own_dk is not None, "WRITE_DV": own_dv is not None},
+                {"WRITE_DK": own_dk is not None, "WRITE_DV": own_dv is not None},
             )
         )  # fmt: skip
     if dbias is not None:
@@ -281,7 +271,7 @@ def specify(
             one(
                 flash_bwd_dbias_kernel, blocks, tile, tile.block_m,
                 [*shared, problem.batch, bias_batch, bias_heads, *heads],
-                {"LSE_IN_BITS": own, "PER_QUERY": per_query, "PER_KEY": per_key},
+                {"PER_QUERY": per_query, "PER_KEY": per_key},
             )
         )  # fmt: skip
     return tuple(launches)
@@ -297,15 +287,12 @@ def _tensors(
 ) -> list[tuple[Any, ...]]:
     """Returns the pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
-    (out, lse), (dq, dk, dv, dbias, delta, lse_log2, of_slopes, of_sinks) = results, outputs
+    (out, lse), (dq, dk, dv, dbias, statistics, of_slopes, of_sinks) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
-    of_rows = (lse if lse_log2 is None else lse_log2, delta)
-    found: list[tuple[Any, ...]] = []
-    if delta is not None:
-        found.append((*shared, lse, delta, out, dlse, sinks, lse_log2, dq, of_slopes, of_sinks))
-    found += ((*shared, *of_rows, *pair) for pair in _launches_of_keys(config, dk, dv))
+    found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
+    found += ((*shared, statistics, *pair) for pair in _launches_of_keys(config, dk, dv))
     if dbias is not None:
-        found.append((*shared, *of_rows, dbias))
+        found.append((*shared, statistics, dbias))
     return found
 
 

@@ -12,18 +12,58 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit
-def load_rows(pointers, rows, row_begin, row_end, other):
-    """Loads one float32 for each row, `other` outside `row_begin <= row < row_end`."""
-    return tl.load(pointers + rows, mask=(rows >= row_begin) & (rows < row_end), other=other)
+def steps_of(first, whole_begin, whole_end, end, AT_EDGE: tl.constexpr):
+    """Returns where a loop over the whole tiles begins and ends, or, with AT_EDGE, a loop over the tiles before and
+    behind them.
+
+    One loop over both would compute the mask in every tile: compilers turn a branch around it into predicates.
+    """
+    if AT_EDGE:
+        return first, end - (whole_end - whole_begin)
+    return whole_begin, whole_end
 
 
 @jit
-def load_lse_log2(pointers, rows, row_begin, row_end, IN_BITS: tl.constexpr):
-    """Loads the log-sum-exp of rows in bits; plus infinity for a row that sees nothing or does not exist."""
-    lse = load_rows(pointers, rows, row_begin, row_end, float("-inf"))
-    if not IN_BITS:
-        lse = lse * LOG2_E
-    return infinite_if_blind(lse)
+def tile_of(step, whole_begin, whole_end, AT_EDGE: tl.constexpr):
+    """Returns the first position of the tile of a step of `steps_of`."""
+    if AT_EDGE:
+        return tl.where(step < whole_begin, step, step + (whole_end - whole_begin))
+    return step
+
+
+@jit
+def load_rows(pointers, rows, row_end, other):
+    """Loads one float32 for each row, `other` from `row_end` on."""
+    return tl.load(pointers + rows, mask=rows < row_end, other=other)
+
+
+@jit
+def store_statistics(pointers, rows, row_end, lse_log2, delta):
+    """Stores two float32 of each row as one word of 64 bits: the log-sum-exp in bits below, delta above.
+
+    A block that owns keys reads them in the layout of a tile's columns, in which a thread loads many rows. Words halve
+    the number of its loads.
+    """
+    below = lse_log2.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    above = delta.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    tl.store(pointers + rows, above | below, mask=rows < row_end)
+
+
+@jit
+def load_statistics(pointers, rows, row_begin, row_end, CHECK_ROWS: tl.constexpr):
+    """Loads the words of `store_statistics`. Args: pointers: to the word of each row.
+
+    Returns:
+        lse_log2, delta: if CHECK_ROWS, infinity and 0 outside `row_begin <= row < row_end`, so that P and dS are 0.
+    """
+    if CHECK_ROWS:
+        infinity: tl.constexpr = 0x7F800000
+        words = tl.load(pointers, mask=(rows >= row_begin) & (rows < row_end), other=infinity)
+    else:
+        words = tl.load(pointers)
+    lse_log2 = words.to(tl.int32).to(tl.float32, bitcast=True)
+    delta = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return lse_log2, delta
 
 
 @jit
@@ -39,7 +79,7 @@ def score_tile(
     rows,
     keys,
     inside,
-    at_edge,
+    AT_EDGE: tl.constexpr,
     low,
     high,
     key_offset,
@@ -55,7 +95,7 @@ def score_tile(
         raw: q . k, float32.
         rows, keys: positions in the sequence, broadcast to the shape of `raw`.
         inside: pairs that exist, and whose row and key are in the range that the walk covers.
-        at_edge: whether the band or the end of the sequence hides a pair of the tile.
+        AT_EDGE: whether the band or the end of the sequence hides a pair of the tile.
         key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
         mask_ptr, bias_ptr: addresses of the head's first row and key.
@@ -83,7 +123,7 @@ def score_tile(
         scores = add_bias(scores, bias)
     if rules.HAS_ALIBI:
         scores -= slope_log2 * tl.abs(rows + key_offset - keys).to(tl.float32)
-    if at_edge:
+    if AT_EDGE:
         distance = keys - rows
         visible = inside
         if window.HAS_LOW:
@@ -110,14 +150,11 @@ def probabilities(scores, scale, lse_log2, MAY_HIDE: tl.constexpr):
 
 
 @jit
-def score_gradient(p, dp, delta, at_edge, MAY_HIDE: tl.constexpr):
+def score_gradient(p, dp, delta, AT_EDGE: tl.constexpr, MAY_HIDE: tl.constexpr):
     """Returns dS = P * (dP - delta), 0 where P is 0: dP or delta of a hidden pair may be NaN, and 0 * NaN is NaN."""
     ds = p * (dp - delta)
-    if MAY_HIDE:
+    if AT_EDGE or MAY_HIDE:
         ds = tl.where(p == 0.0, 0.0, ds)
-    else:
-        if at_edge:
-            ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
 
