@@ -82,8 +82,7 @@ def portable_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu)
     out = torch.empty((*given.q.shape[:-1], problem.head_dim_v), dtype=given.q.dtype, device="meta")
     rows = torch.empty(16, dtype=torch.float32, device="meta")
     outputs = Outputs(
-        like(given.q), like(given.k), like(given.v), like(given.bias), rows,
-        rows if problem.dtype == "float32" else None,
+        like(given.q), like(given.k), like(given.v), like(given.bias), rows.to(torch.int64),
         None if given.alibi_slopes is None else rows, None if given.sinks is None else rows,
     )  # fmt: skip
     specs = flash_bwd.specify(problem, gpu, given, (out, rows), out, rows, outputs, config)

@@ -15,9 +15,7 @@ from warpwave.kernels.flash_bwd.tiles import (
     probabilities,
     score_gradient,
     score_tile,
-    steps_of,
     through_softcap,
-    tile_of,
 )
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
@@ -30,6 +28,8 @@ from warpwave.kernels.primitives import (
     product,
     rounded,
     rules_of_head,
+    steps_of,
+    tile_of,
     tile_pointers,
     transposed,
 )
@@ -60,6 +60,7 @@ def flash_bwd_dkv_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,
     WRITE_DK: tl.constexpr,
     WRITE_DV: tl.constexpr,
 ):
@@ -137,30 +138,32 @@ def flash_bwd_dkv_kernel(
             dout_ptr + head * dout_tensor.stride_h, first_rows, dims_v, dout_tensor.stride_m, 1
         )
         mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
-        # Tiles that every key of the block sees whole, without any test; then those at an edge.
-        for AT_EDGE in tl.static_range(2):
-            begin, end = steps_of(first, whole_begin, whole_end, row_end, AT_EDGE)
+        for CHECK in tl.static_range(0 if TWO_LOOPS else 1, 2):
+            begin, end = steps_of(first, whole_begin, whole_end, row_end, CHECK, TWO_LOOPS)
             for step in range(begin, end, BLOCK_M):
-                row_tile = tile_of(step, whole_begin, whole_end, AT_EDGE)
+                row_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS)
+                at_edge = CHECK
+                if not TWO_LOOPS:
+                    at_edge = (row_tile < whole_begin) | (row_tile >= whole_end)
                 rows = row_tile + first_rows
                 tile_offset = tl.cast(row_tile, tl.int64)
                 # Queries that see no key of the tile are not read: NaN there must have no effect.
                 q = q_pointers + tile_offset * q_tensor.stride_m
                 q = load_tile(
-                    q, rows, dims, row_begin, row_end, HEAD_DIM, HEAD_DIM < BLOCK_D, AT_EDGE
+                    q, rows, dims, row_begin, row_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
                 )  # [BLOCK_M, BLOCK_D]
                 dout = dout_pointers + tile_offset * dout_tensor.stride_m
                 dout = load_tile(
-                    dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, AT_EDGE
+                    dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
                 )  # [BLOCK_M, BLOCK_DV]
                 lse_log2, delta = load_statistics(
-                    statistics_pointers + tile_offset, rows, row_begin, row_end, AT_EDGE
+                    statistics_pointers + tile_offset, rows, row_begin, row_end, CHECK
                 )  # [BLOCK_M], each
                 q_parts = operand(q, PRECISION, IS_NVIDIA)
                 raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
                 inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
                 scores, scale, derivative = score_tile(
-                    raw, rows[None, :], keys[:, None], inside, AT_EDGE, low, high, seqlen_k - seqlen_q,
+                    raw, rows[None, :], keys[:, None], inside, at_edge, low, high, seqlen_k - seqlen_q,
                     mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[None, :], rules.HAS_MASK or rules.HAS_BIAS)
@@ -183,7 +186,7 @@ def flash_bwd_dkv_kernel(
                     dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
                     if dropout.HAS_DROPOUT:
                         dp = tl.where(kept, dp * dropout.scale, 0.0)
-                    ds = score_gradient(p, dp, delta[None, :], AT_EDGE, rules.HAS_MASK or rules.HAS_BIAS)
+                    ds = score_gradient(p, dp, delta[None, :], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
                     ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
                     dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
 

@@ -21,10 +21,8 @@ from warpwave.kernels.flash_bwd.tiles import (
     probabilities,
     score_gradient,
     score_tile,
-    steps_of,
     store_statistics,
     through_softcap,
-    tile_of,
 )
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
@@ -39,6 +37,8 @@ from warpwave.kernels.primitives import (
     rounded,
     rules_of_head,
     softmax_step,
+    steps_of,
+    tile_of,
     tile_pointers,
     transposed,
 )
@@ -77,6 +77,7 @@ def flash_bwd_dq_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,
     OWN_STATISTICS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -183,27 +184,30 @@ def flash_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     of_slope = tl.zeros([BLOCK_M], tl.float32)
     for WALK in tl.static_range(0 if OWN_STATISTICS else 1, 2 if WRITE_DQ or WRITE_DSLOPES else 1):
-        for AT_EDGE in tl.static_range(2):  # whole tiles first
-            begin, end = steps_of(first, whole_begin, whole_end, key_end, AT_EDGE)
+        for CHECK in tl.static_range(0 if TWO_LOOPS else 1, 2):
+            begin, end = steps_of(first, whole_begin, whole_end, key_end, CHECK, TWO_LOOPS)
             for step in range(begin, end, BLOCK_N):
-                key_tile = tile_of(step, whole_begin, whole_end, AT_EDGE)
+                key_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS)
+                at_edge = CHECK
+                if not TWO_LOOPS:
+                    at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)
                 # Keys that no query of the tile sees are not read: NaN there must have no effect.
                 k = k_pointers + tile_offset * k_tensor.stride_m
                 k = load_tile(
-                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, AT_EDGE
+                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
                 )  # [BLOCK_N, BLOCK_D]
                 v = v_pointers + tile_offset * v_tensor.stride_m
                 v = load_tile(
-                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, AT_EDGE
+                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
                 )  # [BLOCK_N, BLOCK_DV]
                 k_parts = operand(k, PRECISION, IS_NVIDIA)
                 v_parts = operand(v, PRECISION, IS_NVIDIA)
                 raw = product(q, transposed(k_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
                 inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
                 scores, scale, derivative = score_tile(
-                    raw, rows[:, None], keys[None, :], inside, AT_EDGE, low, high, seqlen_k - seqlen_q,
+                    raw, rows[:, None], keys[None, :], inside, at_edge, low, high, seqlen_k - seqlen_q,
                     mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -216,11 +220,11 @@ def flash_bwd_dq_kernel(
                 if WALK == 0:
                     p, alpha, m_i, l_i = softmax_step(scores, scale, m_i, l_i)
                     delta = delta * alpha + tl.sum(
-                        score_gradient(p, dp, 0.0, AT_EDGE, rules.HAS_MASK or rules.HAS_BIAS), 1
+                        score_gradient(p, dp, 0.0, at_edge, rules.HAS_MASK or rules.HAS_BIAS), 1
                     )
                 else:
                     p = probabilities(scores, scale, lse_log2[:, None], rules.HAS_MASK or rules.HAS_BIAS)
-                    ds = score_gradient(p, dp, delta[:, None], AT_EDGE, rules.HAS_MASK or rules.HAS_BIAS)
+                    ds = score_gradient(p, dp, delta[:, None], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
                     if WRITE_DSLOPES:
                         distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
                         of_slope -= tl.sum(ds * distance, 1)

@@ -29,10 +29,12 @@ from warpwave.kernels.arguments import (
     feature_constants,
     lse_strides,
     matrix_options,
+    padded,
     score_rules,
     straightener,
     tile_widths,
     token_strides,
+    two_loops,
     window,
 )
 from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, default, smem_bytes, space
@@ -249,9 +251,14 @@ def specify(
         one(
             flash_bwd_dq_kernel, blocks, tile, tile.block_m,
             [*shared, *in_units(out, dq), *heads],
-            {**statistics, **{name: t is not None for name, t in written.items()}},
+            {
+                "TWO_LOOPS": two_loops(problem, gpu, tile.block_m, padded(problem.head_dim)),
+                **statistics,
+                **{name: t is not None for name, t in written.items()},
+            },
         )
     ]  # fmt: skip
+    widest = max(padded(problem.head_dim), padded(problem.head_dim_v))
     for own_dk, own_dv in _launches_of_keys(config, dk, dv):
         tile = config.dkv
         blocks = -(-problem.seqlen_k // tile.block_n) * problem.num_heads_kv * problem.batch
@@ -259,7 +266,11 @@ def specify(
             one(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
                 [*shared, *in_units(own_dk, own_dv), *heads],
-                {"WRITE_DK": own_dk is not None, "WRITE_DV": own_dv is not None},
+                {
+                    "TWO_LOOPS": two_loops(problem, gpu, tile.block_n, widest),
+                    "WRITE_DK": own_dk is not None,
+                    "WRITE_DV": own_dv is not None,
+                },
             )
         )  # fmt: skip
     if dbias is not None:

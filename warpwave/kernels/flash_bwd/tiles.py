@@ -12,26 +12,6 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit
-def steps_of(first, whole_begin, whole_end, end, AT_EDGE: tl.constexpr):
-    """Returns where a loop over the whole tiles begins and ends, or, with AT_EDGE, a loop over the tiles before and
-    behind them.
-
-    One loop over both would compute the mask in every tile: compilers turn a branch around it into predicates.
-    """
-    if AT_EDGE:
-        return first, end - (whole_end - whole_begin)
-    return whole_begin, whole_end
-
-
-@jit
-def tile_of(step, whole_begin, whole_end, AT_EDGE: tl.constexpr):
-    """Returns the first position of the tile of a step of `steps_of`."""
-    if AT_EDGE:
-        return tl.where(step < whole_begin, step, step + (whole_end - whole_begin))
-    return step
-
-
-@jit
 def load_rows(pointers, rows, row_end, other):
     """Loads one float32 for each row, `other` from `row_end` on."""
     return tl.load(pointers + rows, mask=rows < row_end, other=other)
@@ -79,7 +59,7 @@ def score_tile(
     rows,
     keys,
     inside,
-    AT_EDGE: tl.constexpr,
+    at_edge,
     low,
     high,
     key_offset,
@@ -95,7 +75,7 @@ def score_tile(
         raw: q . k, float32.
         rows, keys: positions in the sequence, broadcast to the shape of `raw`.
         inside: pairs that exist, and whose row and key are in the range that the walk covers.
-        AT_EDGE: whether the band or the end of the sequence hides a pair of the tile.
+        at_edge: whether the band or the end of the sequence hides a pair of the tile.
         key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
         mask_ptr, bias_ptr: addresses of the head's first row and key.
@@ -123,7 +103,7 @@ def score_tile(
         scores = add_bias(scores, bias)
     if rules.HAS_ALIBI:
         scores -= slope_log2 * tl.abs(rows + key_offset - keys).to(tl.float32)
-    if AT_EDGE:
+    if at_edge:
         distance = keys - rows
         visible = inside
         if window.HAS_LOW:
@@ -150,11 +130,14 @@ def probabilities(scores, scale, lse_log2, MAY_HIDE: tl.constexpr):
 
 
 @jit
-def score_gradient(p, dp, delta, AT_EDGE: tl.constexpr, MAY_HIDE: tl.constexpr):
+def score_gradient(p, dp, delta, at_edge, MAY_HIDE: tl.constexpr):
     """Returns dS = P * (dP - delta), 0 where P is 0: dP or delta of a hidden pair may be NaN, and 0 * NaN is NaN."""
     ds = p * (dp - delta)
-    if AT_EDGE or MAY_HIDE:
+    if MAY_HIDE:
         ds = tl.where(p == 0.0, 0.0, ds)
+    else:  # one condition for both would mix a constant with a value of the loop
+        if at_edge:
+            ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
 
