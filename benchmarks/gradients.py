@@ -149,13 +149,11 @@ def inputs(row: Row) -> Inputs:
     return Inputs(tuple(t.requires_grad_() for t in leaves), dout, offsets, beside)
 
 
-def ours(
-    row: Row, given: Inputs, deterministic: bool = False, package: Any = warpwave, kernel: str = "auto"
-) -> Callable[[], torch.Tensor]:
+def ours(row: Row, given: Inputs, deterministic: bool = False, package: Any = warpwave) -> Callable[[], torch.Tensor]:
     """Returns our forward; `package` may be that of another tree."""
     q, k, v = given.leaves[:3]
     options: dict[str, Any] = {"causal": row.causal, "softcap": row.softcap, "precision": row.precision}
-    options |= {"deterministic": deterministic, "kernel": kernel}
+    options["deterministic"] = deterministic
     if row.window >= 0:
         options["window_size"] = (row.window, 0 if row.causal else row.window)
     if given.offsets is not None:

@@ -37,7 +37,6 @@ from warpwave.workbench.bench.timing import paired_ratio, time_interleaved
 from warpwave.workbench.output_files import write_whole
 
 Call = Callable[[], Any]
-KERNEL = "flash_fwd"  # gradients of its calls are those of flash_bwd
 SHAPES = ((16, 1024), (4, 4096), (1, 16384))
 MOST_ERROR = {"bfloat16": 2e-2, "float32": 1e-5}  # relative RMS; a wrong tile gives 0.1 or more
 
@@ -57,21 +56,44 @@ def rows() -> list[Row]:
     return found
 
 
-def ours(row: Row, given: gradients.Inputs, package: Any) -> Callable[[], torch.Tensor]:
-    """Returns the forward of a tree's package by the portable kernel."""
-    return gradients.ours(row, given, package=package, kernel=KERNEL)
+def forward_of(row: Row, given: gradients.Inputs, package: Any) -> Call:
+    """Returns the forward of a tree's package by `flash_fwd`; out and the log-sum-exp."""
+    q, k, v = (t.detach() for t in given.leaves[:3])
+    window = (row.window, 0) if row.window >= 0 else (-1, -1)
+    return partial(
+        package.attention, q, k, v, causal=row.causal, window_size=window, softcap=row.softcap, mask=given.beside,
+        kernel="flash_fwd", return_lse=True,
+    )  # fmt: skip
+
+
+def backward_of(row: Row, given: gradients.Inputs, package: Any) -> Call:
+    """Returns the backward alone of a tree's package by `flash_bwd`, which autograd would not take on Hopper."""
+    q, k, v = (t.detach() for t in given.leaves[:3])
+    room, kernel = (importlib.import_module(f"{package.__name__}.{name}") for name in ("problem", "kernels.flash_bwd"))
+    problem = room.AttentionProblem(
+        batch=row.batch, seqlen_q=row.seqlen, seqlen_k=row.seqlen, num_heads_q=row.num_heads[0],
+        num_heads_kv=row.num_heads[1], head_dim=row.head_dim, head_dim_v=row.dim_v, dtype=row.dtype,
+        softmax_scale=row.head_dim**-0.5, return_lse=True, causal=room.Causal() if row.causal else None,
+        window_size=(row.window, 0) if row.window >= 0 else (-1, -1), softcap=row.softcap,
+        mask_shape=None if given.beside is None else tuple(given.beside.shape),
+    )  # fmt: skip
+    operands = room.Operands(q, k, v, given.beside)
+    gpu = importlib.import_module(f"{package.__name__}.gpu").current_gpu(q.device)
+    run = kernel.bind(problem, gpu, operands, (True,) * 3 + (False,) * 3, kernel.default(problem, gpu))
+    results = forward_of(row, given, package)()
+    return lambda: run(operands, results, given.dout, None)[:3]
 
 
 def calls_of(row: Row, is_backward: bool, packages: dict[str, Any]) -> tuple[dict[str, Call], gradients.Inputs]:
     """Returns the calls to time, and their tensors."""
     torch.manual_seed(0)
     given = gradients.inputs(row)
-    forwards: dict[str, Callable[[], torch.Tensor]] = {n: ours(row, given, p) for n, p in packages.items()}
+    make = backward_of if is_backward else forward_of
+    calls: dict[str, Call] = {name: make(row, given, package) for name, package in packages.items()}
     if row.dtype != "float32" and row.window < 0 and not row.softcap and not row.beside:
-        forwards["flash"] = partial(flash, row, given)
-    if is_backward:
-        return {name: gradients.backward(forward, given) for name, forward in forwards.items()}, given
-    return {name: without_gradients(forward) for name, forward in forwards.items()}, given
+        forward = partial(flash, row, given)
+        calls["flash"] = gradients.backward(forward, given) if is_backward else without_gradients(forward)
+    return calls, given
 
 
 def without_gradients(forward: Call) -> Call:
@@ -108,19 +130,21 @@ def exact(row: Row, given: gradients.Inputs, is_backward: bool) -> torch.Tensor:
     return two_trees.flat(torch.autograd.grad(out, (q, k, v), dout) if is_backward else out.detach())
 
 
-def part(row: Row, result: Any) -> torch.Tensor:
+def part(row: Row, result: Any, is_backward: bool) -> torch.Tensor:
     """Returns the first batch item and kv head of a call's results, flat."""
     group = row.num_heads[0] // row.num_heads[1]
     tensors = result if isinstance(result, tuple) else (result,)
-    counts = (group, 1, 1)
-    return two_trees.flat(tuple(t[:1, :, :n] for t, n in zip(tensors, counts, strict=False)))
+    if not is_backward:
+        return two_trees.flat(tensors[0][:1, :, :group])
+    return two_trees.flat(tuple(t[:1, :, :n] for t, n in zip(tensors, (group, 1, 1), strict=True)))
 
 
 def compile_one(row: Row) -> str:
     """Calls a row once, which leaves its code in Triton's cache. Returns what failed, or ""."""
     try:
-        for call in calls_of(row, True, packages())[0].values():
-            call()
+        for is_backward in (False, True):
+            for call in calls_of(row, is_backward, packages())[0].values():
+                call()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -141,7 +165,7 @@ def measure(row: Row, is_backward: bool, rounds: int) -> dict[str, Any]:
     wanted = exact(row, given, is_backward)
     errors = {}
     for name, call in calls.items():
-        difference = part(row, call()) - wanted
+        difference = part(row, call(), is_backward) - wanted
         errors[name] = (difference.square().mean() / wanted.square().mean()).sqrt().item()
     timed = time_interleaved(calls, device="cuda", rounds=rounds, warmup_s=0.05)
     ours = timed["warpwave"]

@@ -79,22 +79,6 @@ def matrix_options(problem: AttentionProblem, gpu: Gpu, block_m: int, block_n: i
     return {}
 
 
-def two_loops(problem: AttentionProblem, gpu: Gpu, owned: int, width: int) -> bool:
-    """Returns whether a kernel processes whole tiles and tiles at an edge in separate loops (`primitives.steps_of`).
-
-    Without the branch around the mask, Triton 3.6 to 3.9 sees that one product reads the result of another. For `mma`
-    instructions it then lays all warps along the columns of the later product if that has more columns than rows, and
-    each row of scores is spread over all warps.
-
-    Args:
-        owned, width: rows and columns of the later product.
-    """
-    has_wgmma = gpu.capability in WGMMA_OR_TCGEN05 and owned >= 64
-    has_matrix_units = problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"
-    uses_mma = gpu.vendor == "nvidia" and has_matrix_units and not has_wgmma
-    return not uses_mma or owned >= width
-
-
 def token_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides of q, k, v or out, (batch, token, head, element), or of a pool of pages, (page, token, head,
     element). A packed tensor has a batch stride of 0."""

@@ -210,8 +210,8 @@ RULES: tuple[Rule[Config], ...] = (
         "16 bits, Hopper",
         lambda c: c.gpu.capability == 90,
         (
-            Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
-            Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+            Config(Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
             Config(Tile(128, 32, 8, 2), Tile(32, 128, 8, 2), True),
         ),
         NOT_MEASURED,
