@@ -90,7 +90,8 @@ def portable_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu)
     found = []
     for compiled in results:
         mixed = mixed_descriptors(compiled.texts["ptx"]) if is_hopper else {}
-        found.append(vars(compiled.facts) | {"mixed_descriptors": mixed})
+        listing = {"listing": compiled.texts["sass"]} if job.get("listing") else {}
+        found.append(vars(compiled.facts) | {"mixed_descriptors": mixed} | listing)
     return {
         "launches": found,
         "config": str(config),

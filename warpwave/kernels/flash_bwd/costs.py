@@ -41,7 +41,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     parts.append(_of_queries(problem, gpu, config.dq))
     for products, repeats in LAUNCHES_OF_KEYS[config.split_dkv]:
         parts.append(_of_keys(problem, gpu, config.dkv, products, repeats))
-    return in_turn(parts, workspace_bytes=(8 if problem.dtype == "float32" else 4) * rows)
+    return in_turn(parts, workspace_bytes=8 * rows)
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
