@@ -79,6 +79,21 @@ def matrix_options(problem: AttentionProblem, gpu: Gpu, block_m: int, block_n: i
     return {}
 
 
+def two_loops(gpu: Gpu, owned: int, width: int) -> bool:
+    """Returns whether `mma` instructions are faster if whole tiles and tiles at an edge have a loop each
+    (`primitives.steps_of`).
+
+    Without the branch around the mask, Triton 3.6 to 3.9 sees that one product reads the result of another. It then
+    lays all warps along the rows of scores, so that probabilities stay in registers; but along the columns if the later
+    product has more columns than rows, and each row is spread over all warps. On AMD two loops take up to twice the
+    registers, and nobody timed them.
+
+    Args:
+        owned, width: rows and columns of the later product.
+    """
+    return gpu.vendor != "amd" and owned >= width
+
+
 def token_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides of q, k, v or out, (batch, token, head, element), or of a pool of pages, (page, token, head,
     element). A packed tensor has a batch stride of 0."""

@@ -223,6 +223,28 @@ def key_ranges(
 
 
 @jit
+def steps_of(first, whole_begin, whole_end, end, CHECK: tl.constexpr, TWO_LOOPS: tl.constexpr):
+    """Returns where a loop over tiles begins and ends.
+
+    With TWO_LOOPS, one loop processes the whole tiles, and a later one, with CHECK, those before and behind them. A
+    single loop computes the mask in every tile, because compilers turn a branch around it into predicates.
+    """
+    if not TWO_LOOPS:
+        return first, end
+    if CHECK:
+        return first, end - (whole_end - whole_begin)
+    return whole_begin, whole_end
+
+
+@jit
+def tile_of(step, whole_begin, whole_end, CHECK: tl.constexpr, TWO_LOOPS: tl.constexpr):
+    """Returns the first position of the tile of a step of `steps_of`."""
+    if CHECK and TWO_LOOPS:
+        return tl.where(step < whole_begin, step, step + (whole_end - whole_begin))
+    return step
+
+
+@jit
 def in_elements(tensor: InUnits, UNIT: tl.constexpr) -> Tokens:
     """Returns a tensor whose strides count elements, as `Tokens`. They are 64-bit: a stride in elements may exceed 2^31
     although the stride in units does not."""
@@ -361,14 +383,17 @@ def scaled_to_float16(parts):
 
 
 @jit
-def load_parts(pointers, stride_part, rows, columns, row_begin, row_end, PRECISION: tl.constexpr):
-    """Loads the parts of a tile that was split ahead, zero outside `row_begin <= row < row_end`. Consecutive parts are
-    `stride_part` times 16 elements apart, so that the compiler sees their alignment."""
+def load_parts(
+    pointers, stride_part, rows, columns, row_begin, row_end, PRECISION: tl.constexpr, CHECK_ROWS: tl.constexpr
+):
+    """Loads the parts of a tile that was split ahead, zero outside `row_begin <= row < row_end` if that is checked.
+    Consecutive parts are `stride_part` times 16 elements apart, so that the compiler sees their alignment."""
     stride_part = tl.cast(stride_part, tl.int64) * 16
-    high = load_tile(pointers, rows, columns, row_begin, row_end, 0, False)
-    next_ = load_tile(pointers + stride_part, rows, columns, row_begin, row_end, 0, False)
+    high = load_tile(pointers, rows, columns, row_begin, row_end, 0, False, CHECK_ROWS)
+    next_ = load_tile(pointers + stride_part, rows, columns, row_begin, row_end, 0, False, CHECK_ROWS)
     if PRECISION == "bf16x6":
-        parts = (high, next_, load_tile(pointers + 2 * stride_part, rows, columns, row_begin, row_end, 0, False))
+        third = load_tile(pointers + 2 * stride_part, rows, columns, row_begin, row_end, 0, False, CHECK_ROWS)
+        parts = (high, next_, third)
     else:
         parts = (high, next_)  # type: ignore[assignment]
     return parts

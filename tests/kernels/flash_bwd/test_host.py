@@ -54,7 +54,7 @@ def test_cost_by_hand() -> None:
         of_rows * 128 + of_keys * (128 + 64)
     ), "head_dim 80 is padded to 128; dq takes three products, dk and dv four"
     assert cost.exponentials == (of_rows + of_keys) * 64 * 32
-    assert cost.launches == 2 and cost.workspace_bytes == 4 * 2 * 300 * 4
+    assert cost.launches == 2 and cost.workspace_bytes == 4 * 2 * 300 * 8
     split = flash_bwd.cost(PROBLEM, H200, replace(config, split_dkv=True))
     assert split.launches == 3 and split.flops - cost.flops == 2 * of_keys * 64 * 32 * 128
 

@@ -15,9 +15,7 @@ from warpwave.kernels.flash_bwd.tiles import (
     probabilities,
     score_gradient,
     score_tile,
-    steps_of,
     through_softcap,
-    tile_of,
 )
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
@@ -30,6 +28,8 @@ from warpwave.kernels.primitives import (
     product,
     rounded,
     rules_of_head,
+    steps_of,
+    tile_of,
     tile_pointers,
     transposed,
 )

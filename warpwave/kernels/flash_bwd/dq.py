@@ -21,10 +21,8 @@ from warpwave.kernels.flash_bwd.tiles import (
     probabilities,
     score_gradient,
     score_tile,
-    steps_of,
     store_statistics,
     through_softcap,
-    tile_of,
 )
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.primitives import (
@@ -39,6 +37,8 @@ from warpwave.kernels.primitives import (
     rounded,
     rules_of_head,
     softmax_step,
+    steps_of,
+    tile_of,
     tile_pointers,
     transposed,
 )

@@ -34,6 +34,7 @@ from warpwave.kernels.arguments import (
     straightener,
     tile_widths,
     token_strides,
+    two_loops,
     window,
 )
 from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, default, smem_bytes, space
@@ -241,6 +242,9 @@ def specify(
             },
         )
 
+    def has_two_loops(owned: int, width: int) -> bool:
+        return reads_shared_memory(gpu, owned) or two_loops(gpu, owned, width)
+
     tile = config.dq
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
     written = {"WRITE_DQ": dq, "WRITE_DSLOPES": of_slopes, "WRITE_DSINKS": of_sinks}
@@ -251,7 +255,7 @@ def specify(
             flash_bwd_dq_kernel, blocks, tile, tile.block_m,
             [*shared, *in_units(out, dq), *heads],
             {
-                "TWO_LOOPS": _two_loops(problem, gpu, tile.block_m, padded(problem.head_dim)),
+                "TWO_LOOPS": has_two_loops(tile.block_m, padded(problem.head_dim)),
                 **statistics,
                 **{name: t is not None for name, t in written.items()},
             },
@@ -266,7 +270,7 @@ def specify(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
                 [*shared, *in_units(own_dk, own_dv), *heads],
                 {
-                    "TWO_LOOPS": _two_loops(problem, gpu, tile.block_n, widest),
+                    "TWO_LOOPS": has_two_loops(tile.block_n, widest),
                     "WRITE_DK": own_dk is not None,
                     "WRITE_DV": own_dv is not None,
                 },
@@ -316,20 +320,6 @@ def stride_unit(operands: AnyOperands, out: torch.Tensor, dout: torch.Tensor, ou
     """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
     tensors = [t for t in (*operands[:3], out, dout, *outputs[:3]) if t is not None]
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
-
-
-def _two_loops(problem: AttentionProblem, gpu: Gpu, owned: int, width: int) -> bool:
-    """Returns whether a launch processes whole tiles and tiles at an edge in separate loops (`tiles.steps_of`).
-
-    Without the branch around the mask, Triton 3.6 to 3.9 sees that one product reads the result of another. It then
-    lays the warps of `mma` instructions along the columns of the later product if that has more columns than rows, so
-    that each row of scores is spread over all warps.
-
-    Args:
-        owned, width: rows and columns of the later product.
-    """
-    has_no_units = problem.dtype == "float32" and arithmetic_of(problem, gpu) == "ieee"
-    return gpu.vendor != "nvidia" or has_no_units or reads_shared_memory(gpu, owned) or owned >= width
 
 
 def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit: int) -> dict[str, int | bool | str]:

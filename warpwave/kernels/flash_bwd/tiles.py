@@ -12,28 +12,6 @@ from warpwave.runtime.triton_or_stub import jit, tl
 
 
 @jit
-def steps_of(first, whole_begin, whole_end, end, CHECK: tl.constexpr, TWO_LOOPS: tl.constexpr):
-    """Returns where a loop over tiles begins and ends.
-
-    With TWO_LOOPS, one loop processes the whole tiles, and a later one, with CHECK, those before and behind them. A
-    single loop computes the mask in every tile, because compilers turn a branch around it into predicates.
-    """
-    if not TWO_LOOPS:
-        return first, end
-    if CHECK:
-        return first, end - (whole_end - whole_begin)
-    return whole_begin, whole_end
-
-
-@jit
-def tile_of(step, whole_begin, whole_end, CHECK: tl.constexpr, TWO_LOOPS: tl.constexpr):
-    """Returns the first position of the tile of a step of `steps_of`."""
-    if CHECK and TWO_LOOPS:
-        return tl.where(step < whole_begin, step, step + (whole_end - whole_begin))
-    return step
-
-
-@jit
 def load_rows(pointers, rows, row_end, other):
     """Loads one float32 for each row, `other` from `row_end` on."""
     return tl.load(pointers + rows, mask=rows < row_end, other=other)

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 
 from warpwave import precision
-from warpwave.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu, reads_shared_memory
 from warpwave.kernels import descales, dropout, reasons
 from warpwave.kernels.arguments import (
     Results,
@@ -38,6 +38,7 @@ from warpwave.kernels.arguments import (
     straightener,
     tile_widths,
     token_strides,
+    two_loops,
     window,
 )
 from warpwave.kernels.descales import float8_out, probabilities
@@ -64,7 +65,9 @@ from warpwave.kernels.primitives import (
     rounded,
     rules_of_head,
     softmax_step,
+    steps_of,
     tanh,
+    tile_of,
     tile_pointers,
     transposed,
 )
@@ -115,6 +118,7 @@ def flash_fwd_kernel(
     PRECISION: tl.constexpr,
     SPLIT_AHEAD: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,
 ):
     """Processes one tile of queries of one head.
 
@@ -210,85 +214,98 @@ def flash_fwd_kernel(
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
 
-    for key_tile in range(first, key_end, BLOCK_N):
-        at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
-        keys = key_tile + first_keys
-        tile_offset = tl.cast(key_tile, tl.int64)
-        # Keys that no query of the tile sees are not read: NaN there must have no effect.
-        k = k_pointers + tile_offset * k_tensor.stride_m
-        if SPLIT_AHEAD:
-            k = load_parts(k, stride_kp, keys, dims, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_D], each
-        else:
-            k = load_tile(k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-            k = operand(k, PRECISION, IS_NVIDIA)
-        k = transposed(k, PRECISION)
-        scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
-        if descales.QUANTIZED:
-            scores = scores.to(tl.float32)  # sums of products of int8 are int32, and exact in float32
-            scale = scale_of_tile * tl.load(k_descale_ptr + key_tile // descales.K_BLOCK * descales.k.stride_n)
-            scale_log2 = scale * LOG2_E
-
-        # The remaining factor that converts scores to bits. If anything is added or hidden, scores are converted first:
-        # a scale of 0 is legal and 0 * -inf is NaN. Otherwise the scale is part of the softmax's fused multiply-add,
-        # one instruction less for each score.
-        scale_left = scale_log2
-        if rules.HAS_SOFTCAP:
-            scores = rules.softcap * tanh(scores * (scale / rules.softcap)) * LOG2_E
-            scale_left = 1.0
-        elif rules.HAS_MASK or rules.HAS_BIAS or rules.HAS_ALIBI:
-            scores = scores * scale_log2
-            scale_left = 1.0
-        inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
-        if rules.HAS_BIAS:
-            bias_pointers = tile_pointers(bias_ptr, rows, keys, rules.bias.stride_m, rules.bias.stride_n)
-            bias = tl.load(bias_pointers, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-            scores = add_bias(scores, bias)
-        if rules.HAS_ALIBI:
-            distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
-            scores -= slope_log2 * distance.to(tl.float32)
-        if at_edge:
-            visible = band_visible(rows, keys, low, high, window.HAS_LOW, window.HAS_HIGH) & (keys < key_end)[None, :]
-            scores = tl.where(visible, scores * scale_left, float("-inf"))
-            scale_left = 1.0
-        if rules.HAS_MASK:
-            mask_pointers = tile_pointers(mask_ptr, rows, keys, rules.mask.stride_m, rules.mask.stride_n)
-            shown = tl.load(mask_pointers, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
-            scores = tl.where(shown != 0, scores, float("-inf"))
-
-        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
-        if dropout.HAS_DROPOUT:
-            # After the sum: the log-sum-exp is that of the softmax without dropout.
-            kept = dropout_keeps(
-                dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
-                dropout.threshold,
-            )  # fmt: skip
-            p = tl.where(kept, p, 0.0)
-        v = v_pointers + tile_offset * v_tensor.stride_m
-        if SPLIT_AHEAD:
-            v = load_parts(v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION)  # [BLOCK_N, BLOCK_DV], each
-            if rules.HAS_MASK or rules.HAS_BIAS:
-                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                v = only_rows(v, seen != 0, PRECISION)
-        else:
-            v = load_tile(v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-            if rules.HAS_MASK or rules.HAS_BIAS:
-                # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
-                seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                v = tl.where((seen != 0)[:, None], v, tl.zeros_like(v))
-            if descales.QUANTIZED:
-                p = probabilities(p, P_DTYPE, descales.P_SCALE)
-                v = v.to(p.dtype) if V_DTYPE == tl.int8 else v
+    for CHECK in tl.static_range(0 if TWO_LOOPS else 1, 2):
+        begin, end = steps_of(first, whole_begin, whole_end, key_end, CHECK, TWO_LOOPS)
+        for step in range(begin, end, BLOCK_N):
+            key_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS)
+            at_edge = CHECK
+            if not TWO_LOOPS:
+                at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
+            keys = key_tile + first_keys
+            tile_offset = tl.cast(key_tile, tl.int64)
+            # Keys that no query of the tile sees are not read: NaN there must have no effect.
+            k = k_pointers + tile_offset * k_tensor.stride_m
+            if SPLIT_AHEAD:
+                k = load_parts(k, stride_kp, keys, dims, key_begin, key_end, PRECISION, CHECK)  # of [BLOCK_N, BLOCK_D]
             else:
-                p = p.to(v.dtype)
-            v = operand(v, PRECISION, IS_NVIDIA)
-        p = operand(p, PRECISION, IS_NVIDIA)
-        if descales.v.ptr is None:
-            acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
-        else:
-            # Hopper's matrix unit accumulates float8 products in few bits: the sum over all keys is kept outside of it.
-            of_tile = product(p, v, None, PRECISION)  # [BLOCK_M, BLOCK_DV]
-            v_factor = tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)
-            acc = acc * alpha[:, None] + of_tile * v_factor
+                k = load_tile(
+                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
+                )  # [BLOCK_N, BLOCK_D]
+                k = operand(k, PRECISION, IS_NVIDIA)
+            k = transposed(k, PRECISION)
+            scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+            if descales.QUANTIZED:
+                scores = scores.to(tl.float32)  # sums of products of int8 are int32, and exact in float32
+                scale = scale_of_tile * tl.load(k_descale_ptr + key_tile // descales.K_BLOCK * descales.k.stride_n)
+                scale_log2 = scale * LOG2_E
+
+            # The remaining factor that converts scores to bits. If anything is added or hidden, scores are converted
+            # first: a scale of 0 is legal and 0 * -inf is NaN. Otherwise the scale is part of the softmax's fused
+            # multiply-add, one instruction less for each score.
+            scale_left = scale_log2
+            if rules.HAS_SOFTCAP:
+                scores = rules.softcap * tanh(scores * (scale / rules.softcap)) * LOG2_E
+                scale_left = 1.0
+            elif rules.HAS_MASK or rules.HAS_BIAS or rules.HAS_ALIBI:
+                scores = scores * scale_log2
+                scale_left = 1.0
+            inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
+            if rules.HAS_BIAS:
+                bias_pointers = tile_pointers(bias_ptr, rows, keys, rules.bias.stride_m, rules.bias.stride_n)
+                bias = tl.load(bias_pointers, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+                scores = add_bias(scores, bias)
+            if rules.HAS_ALIBI:
+                distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
+                scores -= slope_log2 * distance.to(tl.float32)
+            if at_edge:
+                visible = band_visible(rows, keys, low, high, window.HAS_LOW, window.HAS_HIGH)
+                visible = visible & (keys < key_end)[None, :]
+                scores = tl.where(visible, scores * scale_left, float("-inf"))
+                scale_left = 1.0
+            if rules.HAS_MASK:
+                mask_pointers = tile_pointers(mask_ptr, rows, keys, rules.mask.stride_m, rules.mask.stride_n)
+                shown = tl.load(mask_pointers, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+                scores = tl.where(shown != 0, scores, float("-inf"))
+
+            p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)
+            if dropout.HAS_DROPOUT:
+                # After the sum: the log-sum-exp is that of the softmax without dropout.
+                kept = dropout_keeps(
+                    dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                    dropout.threshold,
+                )  # fmt: skip
+                p = tl.where(kept, p, 0.0)
+            v = v_pointers + tile_offset * v_tensor.stride_m
+            if SPLIT_AHEAD:
+                v = load_parts(
+                    v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION, CHECK
+                )  # of [BLOCK_N, BLOCK_DV]
+                if rules.HAS_MASK or rules.HAS_BIAS:
+                    seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                    v = only_rows(v, seen != 0, PRECISION)
+            else:
+                v = load_tile(
+                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
+                )  # [BLOCK_N, BLOCK_DV]
+                if rules.HAS_MASK or rules.HAS_BIAS:
+                    # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
+                    seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
+                    v = tl.where((seen != 0)[:, None], v, tl.zeros_like(v))
+                if descales.QUANTIZED:
+                    p = probabilities(p, P_DTYPE, descales.P_SCALE)
+                    v = v.to(p.dtype) if V_DTYPE == tl.int8 else v
+                else:
+                    p = p.to(v.dtype)
+                v = operand(v, PRECISION, IS_NVIDIA)
+            p = operand(p, PRECISION, IS_NVIDIA)
+            if descales.v.ptr is None:
+                acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
+            else:
+                # Hopper's matrix unit accumulates float8 products in few bits: the sum over all keys is kept outside
+                # of it.
+                of_tile = product(p, v, None, PRECISION)  # [BLOCK_M, BLOCK_DV]
+                v_factor = tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)
+                acc = acc * alpha[:, None] + of_tile * v_factor
 
     m_i, l_i, row_scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     out = acc * row_scale[:, None]
@@ -465,6 +482,8 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "PRECISION": dot_precision(problem, gpu),
         "SPLIT_AHEAD": config.split_ahead,
         "IS_NVIDIA": gpu.vendor == "nvidia",
+        # Products by wgmma and tcgen05 gain nothing: 0.965 in the mean of 26 calls (2026-11-27-h200-portable.json).
+        "TWO_LOOPS": two_loops(gpu, config.block_m, block_dv) and not reads_shared_memory(gpu, config.block_m),
         **descales.constants(problem),
     }
 

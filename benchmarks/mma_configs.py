@@ -1,0 +1,268 @@
+"""Times configs of `flash_fwd` and `flash_bwd` in the code of an NVIDIA GPU with `mma` instructions, on a Hopper GPU.
+
+    PYTHONPATH=. python -m benchmarks.mma_configs RECORD [--arch sm_80 sm_89] [--seconds 300]
+
+No Ampere, Ada or consumer Blackwell GPU is at hand. Triton compiles for `--arch`, to `mma.sync` and `cp.async`, and
+ptxas assembles its PTX for Hopper, which executes these instructions too. Shared memory is padded so that an SM holds
+as many blocks as on the card, whose SM has less. What differs from the card: the rate of its matrix units and memory,
+clocks, and ptxas' schedule. So times are compared with each other only, config by config.
+
+Calls are bfloat16, 2 x 4096, heads * head_dim = 2048, at head_dim 64, 128 and 256, full and causal. Results are
+compared with Hopper's own code. The record has, for each call and launch, the default first and then every candidate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.backends.nvidia.compiler as backend
+
+from warpwave import dispatch
+from warpwave.gpu import KIB, Gpu, current_gpu
+from warpwave.kernels import flash_bwd, flash_fwd
+from warpwave.kernels.flash_bwd import host
+from warpwave.kernels.flash_bwd.config import fitting as fitting_tiles
+from warpwave.kernels.flash_fwd.config import fitting
+from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.runtime import launch
+from warpwave.workbench.bench import environment
+from warpwave.workbench.bench.timing import time_interleaved
+from warpwave.workbench.output_files import write_whole
+
+SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB}
+SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
+OF_QKV = (True, True, True, False, False, False)
+MOST_ERROR = 1e-2  # relative RMS; a wrong tile gives 0.1 or more
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch, or the two of keys, with one config.
+
+    Attributes:
+        launch: "forward", "dq" or "dkv".
+        config: of `flash_fwd`, or a tile of `flash_bwd`.
+    """
+
+    arch: str
+    launch: str
+    head_dim: int
+    is_causal: bool
+    config: Any
+
+
+def problem_of(head_dim: int, is_causal: bool) -> AttentionProblem:
+    """Returns the call."""
+    heads = 2048 // head_dim
+    return AttentionProblem(
+        batch=2, seqlen_q=4096, seqlen_k=4096, num_heads_q=heads, num_heads_kv=heads, head_dim=head_dim,
+        head_dim_v=head_dim, dtype="bfloat16", softmax_scale=head_dim**-0.5, return_lse=True,
+        causal=Causal() if is_causal else None,
+    )  # fmt: skip
+
+
+def jobs(arch: str) -> Iterator[Job]:
+    """Returns the candidates for a GPU, for each call and launch the default first."""
+    gpu = Gpu.for_arch(arch)
+    for head_dim in (64, 128, 256):
+        for is_causal in (False, True):
+            problem = problem_of(head_dim, is_causal)
+            default = host.default(problem, gpu)
+            assert default is not None
+            found: dict[str, list[Any]] = {
+                "forward": [dispatch.default_config(flash_fwd, problem, gpu), *fitting(problem, gpu)],
+                "dq": [default.dq, *fitting_tiles(problem, gpu, False)],
+                "dkv": [default.dkv, *fitting_tiles(problem, gpu, True)],
+            }
+            for name, configs in found.items():
+                kept = [c for i, c in enumerate(configs) if i == 0 or is_candidate(name, head_dim, c)]
+                yield from (Job(arch, name, head_dim, is_causal, c) for c in dict.fromkeys(kept))
+
+
+def is_candidate(name: str, head_dim: int, config: Any) -> bool:
+    """Returns whether a config may be fast: its accumulators fit the registers, and a step is not too short."""
+    owned, walked = (config.block_n, config.block_m) if name == "dkv" else (config.block_m, config.block_n)
+    threads = 32 * config.num_warps
+    accumulators = owned * head_dim / threads * (2 if name == "dkv" and head_dim <= 128 else 1)
+    has_stages = config.num_stages in ((1, 2, 3) if head_dim > 128 else (2, 3))
+    return owned >= 64 >= walked and 4 <= owned * walked / threads <= 64 and accumulators <= 128 and has_stages
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(1)
+def compile_for(arch: str) -> None:
+    """Makes Triton compile for a GPU in this process, and ptxas assemble for Hopper. A process keeps to one GPU."""
+    triton.knobs.runtime.override_arch = arch.replace("_", "")
+    make_cubin, name_of = backend.CUDABackend.make_cubin, backend.sm_arch_from_capability
+
+    def for_hopper(self: Any, src: Any, metadata: dict[str, Any], *options: Any) -> bytes:
+        blocks = max(1, SMEM_OF_SM[arch] // (metadata["shared"] + RESERVED))
+        padded = SMEM_OF_HOPPER // blocks - RESERVED
+        metadata["shared"] = max(metadata["shared"], min(LARGEST_BLOCK, padded // 128 * 128))
+        backend.sm_arch_from_capability = lambda capability: "sm_90a"
+        try:
+            return make_cubin(self, src, metadata, *options)  # type: ignore[no-any-return]
+        finally:
+            backend.sm_arch_from_capability = name_of
+
+    backend.CUDABackend.make_cubin = for_hopper
+
+
+@lru_cache(1)
+def tensors_of(head_dim: int, is_causal: bool) -> tuple[Operands, torch.Tensor]:
+    """Returns q, k, v and the gradient of out."""
+    problem = problem_of(head_dim, is_causal)
+    seeded = torch.Generator("cuda").manual_seed(0)
+    shape = (problem.batch, problem.seqlen_q, problem.num_heads_q, head_dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=seeded) for _ in range(4))
+    return Operands(q, k, v), dout
+
+
+Prepared = tuple[list[Callable[[], None]], Any, torch.Tensor]  # the launches, what they write, and out
+
+
+def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Prepared:
+    """Returns the launches of a job. Args: results: out and the log-sum-exp, for gradients."""
+    problem = problem_of(job.head_dim, job.is_causal)
+    operands, dout = tensors_of(job.head_dim, job.is_causal)
+    if job.launch == "forward":
+        out = torch.empty_like(dout)
+        lse = torch.empty(problem.batch, problem.num_heads_q, problem.seqlen_q, device="cuda")
+        spec = flash_fwd.specify(problem, gpu, operands, out, lse, job.config)
+        assert isinstance(spec, launch.Launch)
+        launcher = launch.bind(spec)
+        return [lambda: launcher(*spec.tensors)], (out, lse), out
+    config = flash_bwd.default(problem, gpu)
+    assert config is not None and results is not None
+    config = replace(config, **{job.launch: job.config})
+    outputs = host._allocator(problem, operands, OF_QKV, config)()
+    specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, config)
+    bound = [launch.bind(spec) for spec in specs]
+    calls = [lambda run=run, spec=spec: run(*spec.tensors) for run, spec in zip(bound, specs, strict=True)]
+    return calls, outputs, results[0]
+
+
+def reference(place: Path) -> None:
+    """Writes the results of Hopper's own code, for each call. Called in a process of its own."""
+    gpu = current_gpu(torch.device("cuda"))
+    for head_dim in (64, 128, 256):
+        for is_causal in (False, True):
+            problem = problem_of(head_dim, is_causal)
+            config = dispatch.default_config(flash_fwd, problem, gpu)
+            (forward,), results, _ = prepared(Job(gpu.arch, "forward", head_dim, is_causal, config), gpu, None)
+            forward()
+            tiles = flash_bwd.default(problem, gpu)
+            assert tiles is not None
+            calls, outputs, _ = prepared(Job(gpu.arch, "dq", head_dim, is_causal, tiles.dq), gpu, results)
+            for call in calls:
+                call()
+            kept = {"results": results, "gradients": outputs[:3], "statistics": outputs.statistics}
+            torch.save(kept, place / f"{head_dim}-{is_causal}.pt")
+
+
+@lru_cache(1)
+def expected(place: Path, head_dim: int, is_causal: bool) -> dict[str, Any]:
+    """Returns what `reference` wrote for a call."""
+    return torch.load(place / f"{head_dim}-{is_causal}.pt", map_location="cuda")  # type: ignore[no-any-return]
+
+
+def timed_part(job: Job, place: Path) -> tuple[Callable[[], None], Callable[[], float]]:
+    """Returns the launches that a job is about, and `error()`: their error relative to Hopper's own code."""
+    wanted = expected(place, job.head_dim, job.is_causal)
+    calls, outputs, out = prepared(job, Gpu.for_arch(job.arch), wanted["results"])
+    if job.launch == "forward":
+        pairs = [(out, wanted["results"][0])]
+    else:
+        outputs.statistics.copy_(wanted["statistics"])
+        pairs = list(zip(outputs[:3], wanted["gradients"], strict=True))
+        calls, pairs = (calls[:1], pairs[:1]) if job.launch == "dq" else (calls[1:], pairs[1:])
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    def error() -> float:
+        differences = [((a.float() - b.float()).square().mean() / b.float().square().mean()).sqrt() for a, b in pairs]
+        return max(difference.item() for difference in differences)
+
+    return run, error
+
+
+def compile_one(arguments: tuple[Job, Path]) -> str:
+    """Runs a job once, which leaves its code in Triton's cache. Returns what failed, or ""."""
+    job, place = arguments
+    try:
+        compile_for(job.arch)
+        timed_part(job, place)[0]()
+        torch.cuda.synchronize()
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return ""
+
+
+# Timing ---------------------------------------------------------------------------------------------------------------
+
+
+def of_arch(arch: str, place: Path, seconds: float) -> list[dict[str, Any]]:
+    """Returns the measurements for a GPU."""
+    begin, found = time.monotonic(), []
+    all_jobs = list(jobs(arch))
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        failures = list(pool.map(compile_one, [(job, place) for job in all_jobs]))
+    print(f"{arch}: {len(all_jobs)} configs compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    compile_for(arch)
+    for job, failure in zip(all_jobs, failures, strict=True):
+        row: dict[str, Any] = {
+            "arch": arch, "launch": job.launch, "head_dim": job.head_dim, "causal": job.is_causal,
+            "config": str(job.config),
+        }  # fmt: skip
+        if failure or time.monotonic() - begin > seconds:
+            found.append(row | {"failure": failure or "no time left"})
+            continue
+        run, error = timed_part(job, place)
+        samples = time_interleaved({"": run}, device="cuda", rounds=3, warmup_s=0.01)[""].samples_us
+        found.append(row | {"error": error(), "us": [round(us, 1) for us in samples]})
+    return found
+
+
+def main() -> int:
+    """Times all candidates; returns 1 if a result is wrong or a config failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--arch", nargs="*", choices=tuple(SMEM_OF_SM), default=["sm_80", "sm_89"])
+    parser.add_argument("--seconds", type=float, default=150.0, help="for each GPU")
+    args = parser.parse_args()
+    place = args.record.parent / "references"
+    place.mkdir(parents=True, exist_ok=True)
+    context, found = multiprocessing.get_context("spawn"), []
+    with ProcessPoolExecutor(1, context) as alone:
+        alone.submit(reference, place).result()
+    for arch in args.arch:
+        with ProcessPoolExecutor(1, context) as alone:
+            found += alone.submit(of_arch, arch, place, args.seconds).result()
+        whole = {"environment": environment.describe("cuda"), "rows": found}
+        write_whole(args.record, json.dumps(whole, indent=1) + "\n")
+    for path in place.iterdir():
+        path.unlink()
+    place.rmdir()
+    wrong = [row for row in found if "failure" in row or not row["error"] <= MOST_ERROR]
+    print(f"{len(found)} configs, {len(wrong)} wrong or failed", *wrong[:3])
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
