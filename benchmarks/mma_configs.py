@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def compile_for(arch: str) -> None:
         metadata["shared"] = max(metadata["shared"], min(LARGEST_BLOCK, padded // 128 * 128))
         backend.sm_arch_from_capability = lambda capability: "sm_90a"
         try:
-            return make_cubin(self, src, metadata, *options)  # type: ignore[no-any-return]
+            return make_cubin(self, src, metadata, *options)
         finally:
             backend.sm_arch_from_capability = name_of
 
@@ -132,7 +132,7 @@ def tensors_of(head_dim: int, is_causal: bool) -> tuple[Operands, torch.Tensor]:
     return Operands(q, k, v), dout
 
 
-Prepared = tuple[list[Callable[[], None]], Any, torch.Tensor]  # the launches, what they write, and out
+Prepared = tuple[list[Callable[[], Any]], Any, torch.Tensor]  # the launches, what they write, and out
 
 
 def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Prepared:
@@ -145,14 +145,14 @@ def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Pr
         spec = flash_fwd.specify(problem, gpu, operands, out, lse, job.config)
         assert isinstance(spec, launch.Launch)
         launcher = launch.bind(spec)
-        return [lambda: launcher(*spec.tensors)], (out, lse), out
+        return [partial(launcher, *spec.tensors)], (out, lse), out
     config = flash_bwd.default(problem, gpu)
     assert config is not None and results is not None
     config = replace(config, **{job.launch: job.config})
     outputs = host._allocator(problem, operands, OF_QKV, config)()
     specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, config)
     bound = [launch.bind(spec) for spec in specs]
-    calls = [lambda run=run, spec=spec: run(*spec.tensors) for run, spec in zip(bound, specs, strict=True)]
+    calls = [partial(run, *spec.tensors) for run, spec in zip(bound, specs, strict=True)]
     return calls, outputs, results[0]
 
 
@@ -177,7 +177,7 @@ def reference(place: Path) -> None:
 @lru_cache(1)
 def expected(place: Path, head_dim: int, is_causal: bool) -> dict[str, Any]:
     """Returns what `reference` wrote for a call."""
-    return torch.load(place / f"{head_dim}-{is_causal}.pt", map_location="cuda")  # type: ignore[no-any-return]
+    return torch.load(place / f"{head_dim}-{is_causal}.pt", map_location="cuda")
 
 
 def timed_part(job: Job, place: Path) -> tuple[Callable[[], None], Callable[[], float]]:
