@@ -152,7 +152,7 @@ def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Pr
     outputs = host._allocator(problem, operands, OF_QKV, config)()
     specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, config)
     bound = [launch.bind(spec) for spec in specs]
-    calls = [partial(run, *spec.tensors) for run, spec in zip(bound, specs, strict=True)]
+    calls: list[Callable[[], Any]] = [partial(run, *spec.tensors) for run, spec in zip(bound, specs, strict=True)]
     return calls, outputs, results[0]
 
 

@@ -197,6 +197,7 @@ class Call:
         self.is_float32 = problem.dtype == "float32"
         self.is_amd, self.is_hopper = gpu.vendor == "amd", gpu.capability == 90
         self.is_rdna = gpu.is_rdna
+        self.has_mma = gpu.vendor == "nvidia" and gpu.capability not in WGMMA_OR_TCGEN05
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_light = not self.is_masked and problem.alibi_shape is None and not problem.dropout_p
         self.has_tiles_of_64 = self.bucket == 0 or (self.bucket == 1 and self.is_masked)
@@ -214,6 +215,8 @@ SWEEP_3 = "2026-11-21-h200-flash-fwd-sweep-3.log"
 FLOAT32 = "2026-11-21-h200-float32.jsonl"
 ONE_HEAD = "2026-11-21-h200-float32-one-head.jsonl"
 PARTS_OF_FLOAT32 = "2026-11-21-h200-hopper-float32-parts.log"
+MMA_CONFIGS = "2026-11-27-h200-mma-configs.json"
+IN_CODE_OF_MMA = "in code of these cards on an H200"
 # The tile of a call without mask or bias. The figures are ratios of time on an H200. Nothing was timed on a B200, and
 # predictions for it (docs/notes/model.md) contradict each other.
 RULES: tuple[Rule[Config], ...] = (
@@ -333,17 +336,39 @@ RULES: tuple[Rule[Config], ...] = (
         "other_cards.md",
     ),
     Rule(
-        "16 bits, sm_80 and sm_87, head_dim 65 to 128, causal",
-        lambda c: c.gpu.capability in (80, 87) and c.bucket == 1 and c.problem.causal is not None,
-        (Config(64, 64, 4, 2),),
-        "predicted: 64 x 32, with as many blocks an SM, takes 1.1 times as long",
-        "other_cards.md",
+        "16 bits, NVIDIA with mma, head_dim up to 64",
+        lambda c: c.has_mma and c.bucket == 0,
+        (Config(128, 64, 4, 3),),
+        "64 x 64 takes 1.26 times as long full, 1.18 causal, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS,
     ),
-    *by_width(
-        "16 bits, NVIDIA without wgmma or tcgen05",
-        lambda c: c.gpu.capability not in WGMMA_OR_TCGEN05,
-        (Config(64, 64, 4, 3), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
-        NOT_MEASURED,
+    Rule(
+        "16 bits, NVIDIA with mma and 99 KiB of shared memory, head_dim 65 to 128",
+        lambda c: c.has_mma and c.bucket == 1 and c.gpu.smem_per_block_bytes < 100 * KIB,
+        (Config(128, 32, 4, 2),),
+        "64 x 32 takes 1.74 times as long full, 1.59 causal, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS,
+    ),
+    Rule(
+        "16 bits, NVIDIA with mma, head_dim 65 to 128",
+        lambda c: c.has_mma and c.bucket == 1,
+        (Config(128, 64, 8, 3),),
+        "64 x 32 takes 1.64 times as long full, 64 x 64 1.22 causal, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS,
+    ),
+    Rule(
+        "16 bits, NVIDIA with mma and 99 KiB of shared memory, head_dim above 128",
+        lambda c: c.has_mma and c.gpu.smem_per_block_bytes < 100 * KIB,
+        (Config(64, 16, 4, 3),),
+        "64 x 32 on eight warps takes 1.16 times as long full, 1.24 causal, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS,
+    ),
+    Rule(
+        "16 bits, NVIDIA with mma, head_dim above 128",
+        lambda c: c.has_mma,
+        (Config(64, 32, 4, 2),),
+        "eight warps take 1.60 times as long, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS,
     ),
     Rule(
         "16 bits, head_dim up to 128",
@@ -373,8 +398,15 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
     Rule(
         "a mask or bias, NVIDIA other than Hopper",
         lambda c: c.gpu.vendor == "nvidia" and not c.is_hopper,
-        (lambda config, _: replace(config, block_n=16, num_stages=min(2, config.num_stages)),),
-        "not measured; 32 keys a step spill at some head_dim",
+        (
+            lambda config, _: replace(
+                config,
+                block_n=16,
+                num_warps=8 if config.block_m == 128 else config.num_warps,
+                num_stages=min(2, config.num_stages),
+            ),
+        ),
+        "not measured; 32 keys a step, or 128 queries on four warps, spill at some head_dim",
     ),
     Rule(
         "a mask or bias",
