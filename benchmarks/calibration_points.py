@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import gradients
+from benchmarks import gradients, portable
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.kernels import flash_fwd, three_kernel
+from warpwave.kernels import flash_bwd, flash_fwd, three_kernel
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
@@ -31,15 +31,17 @@ from warpwave.workbench.bench.record_schema import problem_of as problem_of_reco
 from warpwave.workbench.bench.records import read_records
 from warpwave.workbench.explain.recorded_time import config_of, in_graph, is_hot
 
-# (kernel, dtype, "one query" or "joint") -> the date before which measurements are of an older kernel. hopper/flash_fwd
-# used bfloat16 parts for float32 and now uses float16; large_head_dim now has twice as many blocks per SM with one
-# query; the joint launch of hopper/flash_bwd has become faster, most of all under a causal mask.
+# (kernel, dtype, "one query", "joint" or "16 bits") -> the date before which measurements are of an older kernel.
+# hopper/flash_fwd used bfloat16 parts for float32 and now uses float16; large_head_dim now has twice as many blocks per
+# SM with one query; the joint launch of hopper/flash_bwd has become faster, most of all under a causal mask; flash_bwd
+# has other loops and tiles.
 ANOTHER_BEFORE = {
     ("hopper/flash_fwd", "float32"): "2026-11-21T22:00",
     ("hopper/flash_fwd", "bfloat16"): "2026-11-21T15:30",
     ("flash_fwd", "float32"): "2026-11-21T15:30",
     ("large_head_dim", "one query"): "2026-11-21T23:00",
     ("hopper/flash_bwd", "joint"): "2026-11-27",
+    ("flash_bwd", "16 bits"): "2026-11-27T14:00",
 }
 DIVIDED_SINCE = "2026-11-27T11:10"  # blocks of the joint launch's last wave
 # Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
@@ -150,9 +152,9 @@ def _of_gradients(path: Path) -> Iterator[Point]:
 
 def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
     """Reads the backward of calls back to back, without a flush in between: of `benchmarks.two_trees` in this tree, of
-    `benchmarks.gradients`, and of its first version, which timed each kernel."""
+    `benchmarks.portable`, of `benchmarks.gradients`, and of its first version, which timed each kernel."""
     modules = {module.NAME: module for module in dispatch.GRADIENT_KERNELS}
-    rows = [*gradients.table(), *gradients.between(), *gradients.grouped()]
+    rows = [*gradients.table(), *gradients.between(), *gradients.grouped(), *portable.rows()]
     measured: list[tuple[str, str, float]]  # case, kernel, us
     if "backward" in data:
         found = [(m["case"], name, 1e3 * median(ms)) for m in data["backward"] for name, ms in m["ms"].items()]
@@ -161,6 +163,9 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
         rows += gradients.drawn(data["seed"])
         lines = [m for group in ("rows", "grouped", "drawn") for m in data.get(group, ())]
         measured = [(m["case"], hopper_flash_bwd.NAME, 1e3 * median(m["ms"]["warpwave"])) for m in lines]
+    elif "direction" in data["rows"][0]:
+        plain = [m for m in data["rows"] if m["direction"] == "backward" and "flash" in m["us"]]
+        measured = [(m["case"], flash_bwd.NAME, median(m["us"]["warpwave"])) for m in plain]
     else:
         measured = [(m["case"], hopper_flash_bwd.NAME, median(m["us"]["this tree"])) for m in data["rows"]]
     by_name, date = {row.name: row for row in rows}, data["environment"]["date"]
@@ -177,8 +182,10 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str, us: float) -> bool:
-    """Returns whether a time is of the joint launch before its loops were changed, which shorter calls hardly show, or
-    before blocks of its last wave were divided."""
+    """Returns whether a time is of `flash_bwd` in 16 bits before its loops and tiles were changed, of the joint launch
+    before its loops were, which shorter calls hardly show, or before blocks of its last wave were divided."""
+    if problem.dtype != "float32" and date < ANOTHER_BEFORE.get((module.NAME, "16 bits"), ""):
+        return True
     if not getattr(config, "is_joint", False):
         return False
     if date < DIVIDED_SINCE and divided_tail(problem, config)[1] > 1:
