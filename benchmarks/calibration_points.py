@@ -152,14 +152,11 @@ def _of_gradients(path: Path) -> Iterator[Point]:
 
 def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
     """Reads the backward of calls back to back, without a flush in between: of `benchmarks.two_trees` in this tree, of
-    `benchmarks.portable`, of `benchmarks.gradients`, and of its first version, which timed each kernel."""
+    `benchmarks.portable`, and of `benchmarks.gradients`."""
     modules = {module.NAME: module for module in dispatch.GRADIENT_KERNELS}
     rows = [*gradients.table(), *gradients.between(), *gradients.grouped(), *portable.rows()]
     measured: list[tuple[str, str, float]]  # case, kernel, us
-    if "backward" in data:
-        found = [(m["case"], name, 1e3 * median(ms)) for m in data["backward"] for name, ms in m["ms"].items()]
-        measured = [one for one in found if one[1] in modules]
-    elif "seed" in data:
+    if "seed" in data:
         rows += gradients.drawn(data["seed"])
         lines = [m for group in ("rows", "grouped", "drawn") for m in data.get(group, ())]
         measured = [(m["case"], hopper_flash_bwd.NAME, 1e3 * median(m["ms"]["warpwave"])) for m in lines]

@@ -28,7 +28,7 @@ OF_GRADIENTS = {
     "biases": "backward, biases",
     "steps": "training steps",
 }
-NOT_PEERS = ("warpwave", "deterministic", "none")
+NOT_PEERS = ("warpwave", "deterministic", "none", "tree")
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def _of_program(record: str, data: Mapping[str, Any]) -> Iterator[Row]:
             if isinstance(entry.get("ms"), dict) and "warpwave" in entry["ms"]:
                 suite, case = _name(group, entry)
                 times = {name: [1000 * ms for ms in found] for name, found in entry["ms"].items() if found}
+            elif "direction" in entry:  # portable.py
+                suite, case, times = f"portable {entry['direction']}", entry["case"], entry["us"]
             else:
                 continue
             yield from _beside_best(suite, card, case, times, record, date)

@@ -62,6 +62,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "training steps": "grouped heads, small step",
         "training": "forward for gradients",
     },
+    "Portable": {"portable forward": "forward", "portable backward": "backward"},
     "Quantized": {
         "8 bits, float8": "float8",
         "8 bits, float8, v bfloat16": "float8, v bfloat16",
