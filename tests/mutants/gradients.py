@@ -53,12 +53,12 @@ BACKWARD = [
     ),
     Mutant(
         "gradients: first key tile lost for dq", DQ,
-        "for key_tile in range(first, key_end, BLOCK_N)", "for key_tile in range(first + BLOCK_N, key_end, BLOCK_N)",
+        "for step in range(begin, end, BLOCK_N)", "for step in range(begin + BLOCK_N, end, BLOCK_N)",
         f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dq",
     ),
     Mutant(
         "gradients: last query tile lost for dk and dv", DKV,
-        "for row_tile in range(first, row_end, BLOCK_M)", "for row_tile in range(first, row_end - BLOCK_M, BLOCK_M)",
+        "for step in range(begin, end, BLOCK_M)", "for step in range(begin, end - BLOCK_M, BLOCK_M)",
         f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dv",
     ),
     Mutant(
@@ -72,8 +72,13 @@ BACKWARD = [
         f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of d",
     ),
     Mutant(
+        "gradients: delta of a row taken from the word of its log-sum-exp", BACKWARD_TILES,
+        "delta = (words >> 32).to(tl.int32)", "delta = words.to(tl.int32)",
+        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
         "gradients: log-sum-exp of another packed sequence", DKV,
-        "lse_ptr += q_begin\n", "lse_ptr += 0 * q_begin\n",
+        "statistics_ptr += q_begin\n", "statistics_ptr += 0 * q_begin\n",
         f"{BY_GATES}test_each_feature_alone", "packed", "FAIL B1 maximum of dv",
     ),
     Mutant(
@@ -90,7 +95,7 @@ BACKWARD = [
     Mutant(
         "gradients: log-sum-exp of a row that sees nothing left at -inf", BACKWARD_TILES,
         'return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)', "return lse_log2 + 0.0",
-        f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dk",
+        f"{BY_GATES}test_rows_that_see_nothing", "packed and float32", "tensor(False)",
     ),
     Mutant(
         "gradients: NaN that arrives at a row that sees nothing goes on", DQ,
@@ -158,8 +163,8 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: log-sum-exp of what is kept", FLASH,
-        "            p = tl.where(kept, p, 0.0)",
-        "            l_i -= tl.sum(tl.where(kept, 0.0, p), 1)\n            p = tl.where(kept, p, 0.0)",
+        "                p = tl.where(kept, p, 0.0)",
+        "                l_i -= tl.sum(tl.where(kept, 0.0, p), 1)\n                p = tl.where(kept, p, 0.0)",
         f"{IN_DROPOUT}test_lse_is_that_of_the_softmax_without_dropout", "flash_fwd", "not close",
     ),
     Mutant(

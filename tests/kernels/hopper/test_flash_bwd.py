@@ -14,7 +14,7 @@ from tests.conformance.cases import FEATURES, PLAIN, Call, Case
 from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import OTHER_ORDER, backward_references, judge_backward
 from tests.conformance.harness import DEVICE, GPU, bits
-from warpwave.kernels.hopper import flash_bwd
+from warpwave.kernels.hopper import flash_bwd, host
 from warpwave.kernels.hopper.flash_bwd.config import divided_tail, group_splits
 from warpwave.workbench.verify.reference import Gradients
 
@@ -188,6 +188,21 @@ def test_blocks_of_the_last_wave_are_divided(
         assert verdict.passed, str(verdict)
     for _ in range(20):
         assert bits(*gradients(call, dout, dlse, 0, deterministic=True)[:3]) == bits(*found[:3])
+
+
+@pytest.mark.parametrize("lengths", [(2900, 3000), (4096, 1024)], ids=str)
+def test_parts_of_blocks_where_not_all_heads_run_together(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]
+) -> None:
+    """As in calls whose queries of all heads L2 does not hold; with whole blocks, and with divided ones alone."""
+    monkeypatch.setattr(host, "L2_BYTES", 1)
+    case = replace(PLAIN, dtype="bfloat16", dims=(128, 128), lengths=lengths, heads=(8, 8), batch=1)
+    call = cases.build(case, "normal", DEVICE)
+    assert divided_tail(call.problem, flash_bwd.configs(call.problem, GPU)[0])[1] > 1
+    dout, dlse = upstream(call)
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    verdict = judge_backward(call.problem, references, gradients(call, dout, dlse))
+    assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("features", REPEATED)

@@ -18,7 +18,7 @@ from tests.test_new_lengths import Card, card, device, known, pytestmark
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_bwd import kernel
-from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, group_splits, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, divided_tail, group_splits, steps_of_dq
 from warpwave.kernels.hopper.host import bias_bytes
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch, parameters
@@ -200,6 +200,26 @@ def test_query_heads_are_divided_where_blocks_are_few(fields: dict[str, Any], ex
     )  # fmt: skip
     config = kernel.configs(problem, Gpu.for_arch("sm_90"))[0]
     assert group_splits(problem, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # 68 of 2,048 blocks, measured.
+        ({"seqlen_q": 16384, "seqlen_k": 16384, "num_heads_q": 16, "num_heads_kv": 16}, (1980, 9)),
+        # 67 of 199 blocks: 65 parts would fill their waves, with a workspace seven times as large.
+        ({"seqlen_q": 50789, "seqlen_k": 25395, "num_heads_q": 16, "head_dim": 160, "head_dim_v": 160}, (132, 9)),
+        # 130 of 3,694 blocks: no few parts gain.
+        ({"seqlen_q": 236365, "seqlen_k": 236365, "num_heads_q": 8, "num_heads_kv": 2}, (3694, 1)),
+    ],
+)
+def test_the_workspace_of_parts_is_bounded(fields: dict[str, Any], expected: tuple[int, int]) -> None:
+    sizes = {"batch": 1, "num_heads_kv": 1, "head_dim": 128, "head_dim_v": 128}
+    problem = AttentionProblem(**{**sizes, **fields}, dtype="bfloat16", softmax_scale=0.1)
+    config = kernel.default(problem, Gpu.for_arch("sm_90"))
+    assert divided_tail(problem, config) == expected
+    splits = [t for t in kernel.example(problem, config, "meta")[0][-3:-1] if isinstance(t, torch.Tensor)]
+    assert sum(t.nbytes for t in splits) <= 5 * 132 * 128 * 4 * (problem.head_dim + problem.head_dim_v)
 
 
 @pytest.mark.parametrize(("head_dim", "biased"), [(64, False), (128, True), (256, False), (256, True)])

@@ -17,7 +17,7 @@ from tests.conformance.gates import backward_references, judge_backward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout
-from warpwave.kernels.hopper import flash_bwd
+from warpwave.kernels.hopper import flash_bwd, host
 from warpwave.kernels.hopper.flash_bwd import config as flash_bwd_config
 from warpwave.kernels.hopper.flash_bwd import hidden, kernel
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
@@ -305,6 +305,32 @@ def test_parts_of_blocks(
     call = cases.build(case, "normal", CPU)
     assert flash_bwd_config.divided_tail(call.problem, flash_bwd.configs(call.problem, H200)[0]) == expected
     judge(call, more=False, config=0, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize(("multiprocessors", "expected"), [(5, (5, 5)), (132, (0, 6))])
+def test_parts_of_blocks_where_not_all_heads_run_together(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, expected: tuple[int, int], together: int
+) -> None:
+    """Of three kv heads: the launch that adds up the parts takes their blocks in the order of the joint launch."""
+    for name, value in {"LEAST_STEPS": 0, "LEAST_STEPS_OF_PART": 1, "STEPS_OF_PART": 0.01}.items():
+        monkeypatch.setattr(flash_bwd_config, name, value)
+    monkeypatch.setattr(flash_bwd_config, "NUM_SMS", multiprocessors)
+    case = replace(SHORT, dtype="float16", lengths=(300, 330), dims=(64, 64), heads=(6, 3), batch=1)
+    call = cases.build(case, "normal", CPU)
+    assert flash_bwd_config.divided_tail(call.problem, flash_bwd.configs(call.problem, H200)[0]) == expected
+    of_head = call.problem.seqlen_q * (2 * (64 + 64) + 4 * 64)  # Q, dO and dQ's sums
+    monkeypatch.setattr(host, "L2_BYTES", together * of_head)
+    seen: list[int] = []
+    of_host = host.heads_in_l2
+
+    def heads_in_l2(*given: Any) -> int:
+        seen.append(of_host(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(host, "heads_in_l2", heads_in_l2)
+    judge(call, more=False, config=0)
+    assert seen == [together, together]  # of the joint launch and of the sums
 
 
 # float32, in parts ----------------------------------------------------------------------------------------------------

@@ -35,6 +35,10 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+# 32 blocks of keys, each in four parts, which the launch draws as blocks.
+FEW_BLOCKS: dict[str, Any] = {"batch": 1, "seqlen_k": 1024, "num_heads_kv": 4}
+
+
 @pytest.fixture(autouse=True)
 def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -167,6 +171,8 @@ def test_a_launch_that_adds_says_how_much_and_one_that_repeats_says_what() -> No
     assert "9 products of a visible tile where 5 are needed: scores are computed again" in portable
     # The last one adds up the parts of 68 blocks.
     assert "launches of 4,096, 132, 4,096 and 544 blocks on 132 SMs" in " ".join(hopper.split())
+    few = " ".join(str(on("h200", **FEW_BLOCKS)).split())
+    assert "launches of 1,024, 128, 1,024 and 256 blocks on 132 SMs" in few
     in_parts = str(on("h100", dtype="float32"))
     assert "7 products of a visible tile where 5 are needed: scores are computed again" in in_parts
     assert "launches of 8,192, 12,288, 132 and 132 blocks on 132 SMs" in in_parts
@@ -214,7 +220,7 @@ def test_the_workspace_is_what_the_launches_allocate() -> None:
     packed = {"batch": 2, "seqlen_q": 1000, "seqlen_k": 1000, "packed": True, "total_q": 1100, "total_k": 1100}
     for options in (
         {"causal": Causal()}, {"seqlen_q": 1001, "has_sinks": True}, {"head_dim": 200, "head_dim_v": 64},
-        packed | {"lengths": lengths}, {"mask_shape": (1, 1, 1, 4096)},
+        packed | {"lengths": lengths}, {"mask_shape": (1, 1, 1, 4096)}, FEW_BLOCKS,
     ):  # fmt: skip
         said = on("h200", **options)
         assert said.memory is not None and said.backward is not None
@@ -223,6 +229,27 @@ def test_the_workspace_is_what_the_launches_allocate() -> None:
         assert said.memory.backward == found
     portable = on("rtx4090").memory
     assert portable is not None and portable.backward == 8 * 4 * 16 * 4096, "the statistics of rows alone"
+
+
+def test_parts_of_blocks_are_written_to_the_workspace_and_added_up() -> None:
+    from warpwave.kernels.hopper.flash_bwd import kernel
+
+    for options, blocks, divided, parts in ((FEW_BLOCKS, 32, 32, 4), ({}, 2048, 68, 5)):
+        said = on("h200", **options).backward
+        assert said is not None
+        problem, (*_, joint, finish, sums) = said.problem, said.cost.parts
+        workspace, _ = kernel.example(problem, said.config, "meta")
+        assert workspace.dk_splits is not None and workspace.dv_splits is not None
+        written = workspace.dk_splits.nbytes + workspace.dv_splits.nbytes
+        assert written == 4 * parts * divided * 128 * 2 * 128
+        results = 2 * problem.batch * problem.num_heads_kv * problem.seqlen_k * 2 * 128
+        whole = results * (blocks - divided) // blocks
+        assert joint.write_bytes - joint.added_bytes == written + whole
+        assert joint.scratch_bytes == written + 2 * finish.scratch_bytes, "each sum of dQ enters and leaves L2"
+        assert (sums.read_bytes, sums.write_bytes, sums.scratch_bytes) == (written, results - whole, written)
+        # Each byte of inputs and outputs is one launch's.
+        rows = 2 * problem.batch * problem.num_heads_q * problem.seqlen_q * 128
+        assert joint.first_bytes + sums.first_bytes == 2 * rows + 2 * results + 4 * rows // 128
 
 
 # A measured time ------------------------------------------------------------------------------------------------------

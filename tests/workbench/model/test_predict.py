@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from warpwave.workbench.model import published
 from warpwave.workbench.model.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.schedule import lateness
-from warpwave.workbench.model.steps import LOSSES, _padding, blocks_per_sm
+from warpwave.workbench.model.steps import LOSSES, Steps, _padding, blocks_per_sm
 from warpwave.workbench.report import shipped
 
 H200 = resolve("h200")
@@ -46,6 +47,13 @@ def _predict(problem: AttentionProblem, kernel: Any = flash_fwd, config: Any = N
     found = predict(problem, kernel, config or kernel.configs(problem, gpu)[0], gpu)
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize(("num_sms", "time_us"), [(132, 3 * 101 + 21), (264, 2 * 101), (80, 4 * 101 + 7 * 21)])
+def test_blocks_of_the_last_wave_are_those_of_132(num_sms: int, time_us: float) -> None:
+    """24 of 420 blocks have five parts on every card. On 264 and 80 SMs, they run beside 132 and 76 whole blocks."""
+    of = SimpleNamespace(where=SimpleNamespace(sheet=SimpleNamespace(num_sms=num_sms)))
+    assert Steps._with_parts(of, items=420, parts=5, one=100.0, fill=1.0) == time_us  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernel", [k for k in dispatch.KERNELS if k.NEEDS_GPU], ids=lambda k: str(k.NAME))

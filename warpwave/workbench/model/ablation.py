@@ -37,16 +37,21 @@ SOURCE = Path(flash_fwd.__file__).with_name("kernel.py")
 # Ablation -> (a text that occurs exactly once in the kernel's source, its replacement).
 EDITS: dict[str, tuple[str, str]] = {
     "exponentials": (
-        "        p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)\n",
-        "        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_left)\n"
-        "        p = scores * scale_left - m_new[:, None]\n"
-        "        alpha = tl.math.exp2(m_i - m_new)\n"
-        "        l_i = l_i * alpha + tl.sum(p, 1)\n"
-        "        m_i = m_new\n",
+        "            p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)\n",
+        "            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale_left)\n"
+        "            p = scores * scale_left - m_new[:, None]\n"
+        "            alpha = tl.math.exp2(m_i - m_new)\n"
+        "            l_i = l_i * alpha + tl.sum(p, 1)\n"
+        "            m_i = m_new\n",
     ),
     "values": ("acc = product(p, v, acc * alpha[:, None], PRECISION)", "acc = acc * alpha[:, None]"),
     "loads": ("tile_offset = tl.cast(key_tile, tl.int64)", "tile_offset = tl.cast(key_tile, tl.int64) * 0"),
-    "mask": ("at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)", "at_edge = False"),
+    "mask": (
+        "            at_edge = CHECK\n"
+        "            if not TWO_LOOPS:\n"
+        "                at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)\n",
+        "            at_edge = False\n",
+    ),
     # A sum is never negative, which the compiler cannot prove.
     "store": ("element_ty), mask=inside)", "element_ty), mask=inside & (l_i < 0.0)[:, None])"),
 }

@@ -31,6 +31,9 @@ SPLIT_GAIN, LEAST_STEPS = 1.05, 16
 # Of parts of a block: the least number of steps of each, and what each takes beside them, in steps: K and V must
 # arrive, and dK and dV are stored, before another one can begin. Not varied.
 LEAST_STEPS_OF_PART, STEPS_OF_PART = 8, 3
+# The most waves of parts, which bounds their workspace whatever the call's lengths: 5 NUM_SMS tiles of 128 keys, 87 MB
+# at head_dim 128. Timed calls have up to 4.6 waves (2026-11-27-h200-parts-of-blocks.json). Not varied.
+MOST_WAVES_OF_PARTS = 5
 
 
 @dataclass(frozen=True)
@@ -287,22 +290,27 @@ def divided_tail(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """Returns how many blocks of a launch that owns keys are whole, and into how many parts each later one is divided:
     all blocks and 1 if none is.
 
-    Without a band all blocks are equally long and run in waves, the last of which leaves multiprocessors idle. Its
-    blocks are therefore divided: each part walks some of a block's steps, all heads of a tile before the next tile. A
-    part has a dK and a dV of its own, float32, as splits have (`group_splits`). Divided are blocks of the joint launch;
-    those of separate launches were not tried. The numbers depend on the call alone, as there.
+    Without a band all blocks are equally long and run in waves of NUM_SMS, the last of which leaves multiprocessors
+    idle. Its blocks are therefore divided: each part walks some of a block's steps, all heads of a tile before the next
+    tile. A part has a dK and a dV of its own, float32, as splits have (`group_splits`). Long calls would be divided
+    into many parts, so that the last wave of parts is full too, and write more of them than of dK and dV. Parts
+    therefore run in at most MOST_WAVES_OF_PARTS waves. The time below counts neither their bytes nor the launch that
+    adds them up. Divided are blocks of the joint launch; those of separate launches were not tried. The numbers depend
+    on the call alone, as there.
     """
     blocks = scheduled_blocks(problem, config)
     if not divides_steps(problem, config) or blocks % NUM_SMS == 0:
         return blocks, 1
     steps = problem.num_heads_q // problem.num_heads_kv * -(-problem.seqlen_q // config.block_m)
-    whole = blocks // NUM_SMS * NUM_SMS
+    rest = blocks % NUM_SMS
+    whole = blocks - rest
 
     def time(parts: int) -> float:
         """Of the last wave, in steps."""
-        return -(-(blocks - whole) * parts // NUM_SMS) * (steps / parts + STEPS_OF_PART)
+        return -(-rest * parts // NUM_SMS) * (steps / parts + STEPS_OF_PART)
 
-    best = min(range(1, max(1, steps // LEAST_STEPS_OF_PART) + 1), key=time)
+    most = min(steps // LEAST_STEPS_OF_PART, MOST_WAVES_OF_PARTS * NUM_SMS // rest)
+    best = min(range(1, max(1, most) + 1), key=time)
     return (whole, best) if time(best) + LEAST_STEPS <= time(1) else (blocks, 1)
 
 
@@ -318,8 +326,8 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     blocks: 8 query heads on 1 kv head of 8,192 keys are 64 blocks for 132 multiprocessors. Each split has a dK and a dV
     of its own, float32, because rounding each would make the error up to 1.4 times as large. One launch adds them up
     (sum_splits.py). Under a mask there is one split, because its lists of steps are those of whole groups. Where
-    `divides_steps` holds there is one too. The number
-    depends on the call alone, not on the GPU, so that bits do not either.
+    `divides_steps` holds there is one too. The number depends on the call alone, not on the GPU, so that bits do not
+    either.
     """
     group = problem.num_heads_q // problem.num_heads_kv
     if group == 1 or problem.mask_shape is not None or divides_steps(problem, config):

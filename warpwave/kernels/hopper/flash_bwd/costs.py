@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
@@ -70,18 +71,38 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     """Returns the problem whose kv heads are the splits of the call's (`config.group_splits`), the bytes of their dK
     and dV or of those of parts of blocks (`config.divided_tail`), and the cost of adding these up."""
     splits = group_splits(problem, config)
-    whole, parts = divided_tail(problem, config)
-    if parts > 1:
-        rows = config.block_n * (scheduled_blocks(problem, config) - whole)
-        numbers = rows * (problem.head_dim + problem.head_dim_v)
-        read, added = 4 * parts * numbers, DTYPE_BYTES[problem.dtype] * numbers
-        return problem, read, (of_rows(2 * rows // sum_splits.BLOCK, read, added, read, 128),)
+    tail = _tail(problem, config)
+    if tail.blocks:
+        programs = 2 * tail.blocks * (config.block_n // sum_splits.BLOCK)
+        return problem, tail.written, (of_rows(programs, tail.written, tail.added_up, tail.written, 128),)
     if splits == 1:
         return problem, 0, ()
     divided = replace(problem, num_heads_kv=splits * problem.num_heads_kv)
     numbers = (problem.head_dim + problem.head_dim_v) * keys_of(problem)
     read, added = 4 * splits * numbers, DTYPE_BYTES[problem.dtype] * numbers
     return divided, read, (of_rows(2 * -(-keys_of(problem) // sum_splits.BLOCK), read, added, read, 128),)
+
+
+class _Tail(NamedTuple):
+    """The divided blocks of the last wave (`config.divided_tail`): their number, that of the parts of all of them, the
+    bytes that the parts write, float32, and those of these blocks' dK and dV."""
+
+    blocks: int = 0
+    parts: int = 0
+    written: int = 0
+    added_up: int = 0
+
+
+def _tail(problem: AttentionProblem, config: Config) -> _Tail:
+    whole, parts = divided_tail(problem, config)
+    if parts == 1:
+        return _Tail()
+    blocks, width = scheduled_blocks(problem, config), problem.head_dim + problem.head_dim_v
+    divided = blocks - whole
+    written = 4 * parts * divided * config.block_n * width  # a part's tile is whole
+    return _Tail(
+        divided, parts * divided, written, DTYPE_BYTES[problem.dtype] * width * keys_of(problem) * divided // blocks
+    )
 
 
 def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -145,21 +166,24 @@ def _of_mask(problem: AttentionProblem, config: Config) -> Cost:
 
 
 def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Cost:
-    """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step."""
+    """Returns the cost of the launch with all five products. It adds a tile of dQ to the sums at every step. Parts of
+    blocks are drawn as blocks are, and what they write is in the workspace."""
     columns = dq_columns(problem, config)
     columns_k, columns_v = map(sum, product_pieces(problem))
     walk = _walk_of_keys(_without_mask(problem), config, (columns_k, columns_v))
     scores = walk.steps * config.block_m * config.block_n
-    walk = _with_words(walk, problem, scores)
+    walk, tail = _with_words(walk, problem, scores), _tail(problem, config)
+    drawn = replace(walk, blocks=walk.blocks - tail.blocks + tail.parts)
     added = 4 * walk.steps * config.block_m * columns
     group = problem.num_heads_q // problem.num_heads_kv
     return replace(
-        _persistent(walk, gpu, smem_bytes(problem, config)),
+        _persistent(drawn, gpu, smem_bytes(problem, config)),
         flops=walk.flops + 2 * scores * columns,
-        write_bytes=walk.write_bytes + added,
+        write_bytes=walk.write_bytes - tail.added_up + tail.written + added,
+        first_bytes=walk.first_bytes - tail.added_up,
         added_bytes=added,
         # The sums enter and leave L2 once if those of all heads do not fit.
-        scratch_bytes=walk.scratch_bytes + 2 * min(added, sums),
+        scratch_bytes=walk.scratch_bytes + tail.written + 2 * min(added, sums),
         walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * columns,
         loop=BROAD if is_broad(problem) else "",
         last_parts=divided_tail(problem, config)[1],

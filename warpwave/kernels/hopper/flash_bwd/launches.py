@@ -14,7 +14,6 @@ from warpwave.kernels.hopper.flash_bwd import rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     divided_tail,
-    divides_steps,
     group_splits,
     is_broad,
     scheduled_blocks,
@@ -72,7 +71,9 @@ class Workspace(NamedTuple):
     units: torch.Tensor | None
     centers: torch.Tensor | None
     maxima: torch.Tensor | None
-    dk_splits: torch.Tensor | None  # of each split of a group, float32, where there are several (config.group_splits)
+    # float32: of each split of a group (config.group_splits), or of each part of the divided blocks, (parts of all of
+    # them, 128, 1, head_dim or head_dim_v) (config.divided_tail)
+    dk_splits: torch.Tensor | None
     dv_splits: torch.Tensor | None
     hidden: Hidden = Hidden()
 
@@ -99,7 +100,8 @@ class Tensors(NamedTuple):
 
     @property
     def of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what blocks of keys write: dK and dV, or those of each split of a group."""
+        """Returns what blocks of keys write: dK and dV, or those of each split of a group. Where blocks are divided
+        (`config.divided_tail`), those of their parts; whole blocks then store dK and dV by tensor maps."""
         splits = self.workspace.dk_splits, self.workspace.dv_splits
         return (self.dk, self.dv) if splits[0] is None or splits[1] is None else splits  # type: ignore[return-value]
 
@@ -191,7 +193,7 @@ def heads_together(problem: AttentionProblem, config: Config, heads: int, blocks
     if problem.packed or not (config.is_joint and is_broad(problem)):
         return held
     # In the joint launch all blocks of a head walk its tiles at the same time, so L2 need not hold the whole head. More
-    # heads leave less of the multiprocessors idle at the end: 0.97 to 1.11 times as fast above head_dim 128, up to it
+    # heads leave less of the multiprocessors idle at the end: 0.98 to 1.11 times as fast above head_dim 128, up to it
     # 0.96 to 1.03 (docs/notes/backward.md).
     enough = -(-host.LEAST_BLOCKS_DENSE * host.NUM_SMS * heads * problem.batch // blocks)
     return min(heads * problem.batch, max(held, enough))
@@ -331,8 +333,8 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
 
 def sums_of_splits(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launch that adds up dK and dV of the splits of a group; none without splits."""
-    work, block = tensors.workspace, sum_splits.BLOCK
-    if work.dk_splits is None or divides_steps(problem, config):
+    splits, block = group_splits(problem, config), sum_splits.BLOCK
+    if splits == 1:
         return []
     keys = tensors.dk.numel() // problem.head_dim
 
@@ -343,7 +345,7 @@ def sums_of_splits(problem: AttentionProblem, tensors: Tensors, config: Config) 
         kernel=sum_splits.sum_splits_kernel,
         grid=2 * -(-keys // block),
         tensors=given(tensors),
-        scalars=[keys, work.dk_splits.numel() // tensors.dk.numel()],
+        scalars=[keys, splits],
         constants={
             "ROWS": block,
             "HEAD_DIM": problem.head_dim,

@@ -350,7 +350,8 @@ def store_pieces(
 
 @constexpr_function
 def is_of_split(ptr, buffers):
-    """Returns whether dK or dV are sums of one split of several, float32 in memory: `config.group_splits`."""
+    """Returns whether dK or dV are float32 in memory: those of one split of several (`config.group_splits`), or of one
+    part of a divided block, where whole blocks have others (`config.divided_tail`)."""
     return ptr.dtype.element_ty != buffers[0].dtype
 
 
@@ -392,9 +393,9 @@ def store_rows(
 ):  # fmt: skip
     """Stores rows of x, [64, padded width], as rows `row` to `row_end` of a head; the last stride is 1, and the others
     are multiples of FACTOR."""
-    # No-ops that tell the compiler about a common factor: a thread then stores its two columns at once. Splits are
-    # stored 1.02 to 1.14 times as fast with it. At the ends of packed sequences, calls at head_dim 128 became slower
-    # (docs/notes/backward.md).
+    # No-ops that tell the compiler about a common factor: a thread then stores its two columns at once. The whole
+    # backward of four calls with splits is 1.02 to 1.13 times as fast with it. At the ends of packed sequences, calls
+    # at head_dim 128 became slower (docs/notes/backward.md).
     stride_b = stride_b // FACTOR * FACTOR
     stride_h = stride_h // FACTOR * FACTOR
     stride_m = stride_m // FACTOR * FACTOR
