@@ -16,6 +16,9 @@ C = TypeVar("C")
 
 # The gain of a row that was never timed: the widest tile that compiles without spills, or with fewest.
 NOT_MEASURED = "not measured; compiled with the fewest spills"
+# The record of configs in code of cards with `mma` instructions (docs/notes/other_cards.md), and how their gain ends.
+MMA_CONFIGS = "2026-11-27-h200-mma-configs.json"
+IN_CODE_OF_MMA = "in code of these cards on an H200"
 
 
 def check_sizes(config: Any, powers_of_two: Mapping[str, int], positive: Iterable[str] = ()) -> None:

@@ -11,7 +11,7 @@ from warpwave.gpu import KIB, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
-from warpwave.kernels.rules import NOT_MEASURED, Rule, by_width
+from warpwave.kernels.rules import IN_CODE_OF_MMA, MMA_CONFIGS, NOT_MEASURED, Rule, by_width
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 
@@ -174,8 +174,6 @@ class Call:
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
 
 
-MMA_CONFIGS = "2026-11-27-h200-mma-configs.json"
-IN_CODE_OF_MMA = "in code of these cards on an H200"
 # The tiles of a call without mask or bias: the widest that compile without spills, or with fewest (tests/compile).
 RULES: tuple[Rule[Config], ...] = (
     *by_width(

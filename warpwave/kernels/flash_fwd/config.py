@@ -13,7 +13,7 @@ from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
-from warpwave.kernels.rules import NOT_MEASURED, Rule, by_width
+from warpwave.kernels.rules import IN_CODE_OF_MMA, MMA_CONFIGS, NOT_MEASURED, Rule, by_width
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 
@@ -215,8 +215,6 @@ SWEEP_3 = "2026-11-21-h200-flash-fwd-sweep-3.log"
 FLOAT32 = "2026-11-21-h200-float32.jsonl"
 ONE_HEAD = "2026-11-21-h200-float32-one-head.jsonl"
 PARTS_OF_FLOAT32 = "2026-11-21-h200-hopper-float32-parts.log"
-MMA_CONFIGS = "2026-11-27-h200-mma-configs.json"
-IN_CODE_OF_MMA = "in code of these cards on an H200"
 # The tile of a call without mask or bias. The figures are ratios of time on an H200. Nothing was timed on a B200, and
 # predictions for it (docs/notes/model.md) contradict each other.
 RULES: tuple[Rule[Config], ...] = (
