@@ -64,7 +64,7 @@ TABLE = (
     Row(
         "first visited tile masked, later logits low: the same gates; the running maximum never becomes 0",
         (EDGES + "test_first_tile_hidden_and_later_logits_low",),
-        ("running maximum becomes 0 before anything is seen",),
+        ("running maximum becomes 0 before anything is seen", "tiles behind the whole ones taken from among them"),
     ),
     Row(
         "NaN or Inf in q or k: exactly the rows that see it",
