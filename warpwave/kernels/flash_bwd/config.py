@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, Gpu
+from warpwave.gpu import KIB, WGMMA_OR_TCGEN05, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
@@ -172,6 +172,7 @@ class Call:
         self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+        self.has_mma = gpu.vendor == "nvidia" and gpu.capability not in WGMMA_OR_TCGEN05
 
 
 # The tiles of a call without mask or bias: the widest that compile without spills, or with fewest (tests/compile).
@@ -229,14 +230,14 @@ RULES: tuple[Rule[Config], ...] = (
         NOT_MEASURED,
     ),
     *by_width(
-        "16 bits, NVIDIA with mma and 99 KiB of shared memory",
-        lambda c: c.gpu.smem_per_block_bytes < 100 * KIB,
+        "16 bits, NVIDIA with mma and 163 KiB of shared memory",
+        lambda c: c.gpu.smem_per_block_bytes > 100 * KIB,
         (
             Config(Tile(128, 32, 4, 3), Tile(32, 128, 4, 2)),
-            Config(Tile(128, 16, 4, 3), Tile(16, 128, 8, 3)),
-            Config(Tile(64, 16, 4, 1), Tile(16, 64, 4, 1), True),
+            Config(Tile(128, 32, 4, 2), Tile(32, 128, 8, 2)),
+            Config(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), True),
         ),
-        "the former tiles take 1.75, 1.84 and 1.27 times as long full, " + IN_CODE_OF_MMA,
+        "the former tiles take 1.75, 1.80 and 1.31 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS,
     ),
     *by_width(
@@ -244,10 +245,10 @@ RULES: tuple[Rule[Config], ...] = (
         lambda c: True,
         (
             Config(Tile(128, 32, 4, 3), Tile(32, 128, 4, 2)),
-            Config(Tile(128, 32, 4, 2), Tile(32, 128, 8, 3)),
-            Config(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), True),
+            Config(Tile(128, 16, 4, 3), Tile(16, 128, 8, 3)),
+            Config(Tile(64, 16, 4, 1), Tile(16, 64, 4, 1), True),
         ),
-        "the former tiles take 1.75, 1.88 and 1.31 times as long full, " + IN_CODE_OF_MMA,
+        "the former tiles take 1.75, 1.85 and 1.27 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS,
     ),
 )
@@ -261,15 +262,22 @@ def _halved(config: Config, call: Call) -> Config:
 
 # How a mask or bias, whose tiles also take registers and shared memory, changes the tiles.
 RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
+    Rule(
+        "a mask or bias, 16 bits, NVIDIA with mma, head_dim 65 to 128",
+        lambda c: c.has_mma and c.bucket == 1 and not c.is_float32,
+        (lambda config, call: Config(Tile(64, 16, 4, 2), Tile(16, 64, 8, 2)),),
+        NOT_MEASURED,
+    ),
     Rule("a mask or bias: half as many walked rows", lambda c: True, (_halved,), NOT_MEASURED),
 )
 rule_of = rules.chooser(RULES, Call)
+rule_of_masks = rules.chooser(RULES_OF_MASKS, Call)
 
 
 def rows_of(problem: AttentionProblem, gpu: Gpu) -> list[Rule[Any]]:
     """Returns the rows that choose the default config: of `RULES`, and of `RULES_OF_MASKS` for a mask or bias."""
     is_masked = problem.mask_shape is not None or problem.bias_shape is not None
-    return [rule_of(problem, gpu), *(RULES_OF_MASKS if is_masked else ())]
+    return [rule_of(problem, gpu), *([rule_of_masks(problem, gpu)] if is_masked else ())]
 
 
 def of_table(problem: AttentionProblem, gpu: Gpu) -> Config:
