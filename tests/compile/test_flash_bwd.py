@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_hopper import loops_over_keys
-from tests.compile.test_targets import FLASH_FEATURES, TARGETS, compile_all, matrix_instructions
+from tests.compile.test_targets import FLASH_FEATURES, TARGETS, WITH_MMA, compile_all, matrix_instructions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 
@@ -32,6 +32,8 @@ def check(job: dict[str, Any], facts: dict[str, Any]) -> None:
         assert not launch["mixed_descriptors"], what
         if job["problem"]["dtype"] != "float32":
             assert matrix_instructions(launch["instructions"], job["arch"]) > 0, what
+            if job["arch"] in WITH_MMA:  # ptxas sometimes gives a thread 32 registers, and spills thousands of bytes
+                assert launch["spill_bytes"] <= 512, f"{what}, {launch['spill_bytes']} bytes spilled"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -49,7 +51,7 @@ def test_loops_on_hopper_have_no_mask_in_whole_tiles_and_spill_nothing(head_dim:
 
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in SAMPLE else [pytest.mark.full]) for a in TARGETS])
 def test_sample_compiles_within_limits(arch: str) -> None:
-    jobs = [job(arch, "bfloat16", 128, "bias")]
+    jobs = [job(arch, "bfloat16", 128, "bias"), job(arch, "bfloat16", 96, "causal")]
     for a_job, facts in zip(jobs, compile_all(jobs), strict=True):
         check(a_job, facts)
 
