@@ -482,7 +482,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "PRECISION": dot_precision(problem, gpu),
         "SPLIT_AHEAD": config.split_ahead,
         "IS_NVIDIA": gpu.vendor == "nvidia",
-        # Products by wgmma and tcgen05 gain nothing: 0.965 in the mean of 26 calls (2026-11-27-h200-portable.json).
+        # By wgmma 26 calls are 0.965 times as fast (2026-11-27-h200-forward-loops.json); tcgen05 was not measured.
         "TWO_LOOPS": two_loops(gpu, config.block_m, block_dv) and not reads_shared_memory(gpu, config.block_m),
         **descales.constants(problem),
     }
