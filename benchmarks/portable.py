@@ -26,8 +26,6 @@ from statistics import geometric_mean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import warpwave
 from benchmarks import gradients, two_trees
@@ -37,13 +35,12 @@ from warpwave.workbench.bench.timing import paired_ratio, time_interleaved
 from warpwave.workbench.output_files import write_whole
 
 Call = Callable[[], Any]
-SHAPES = ((16, 1024), (4, 4096), (1, 16384))
 MOST_ERROR = {"bfloat16": 2e-2, "float32": 1e-5}  # relative RMS; a wrong tile gives 0.1 or more
 
 
 def rows() -> list[Row]:
     """Returns the calls."""
-    found = [Row(d, *shape, causal) for d in (64, 128, 256) for shape in SHAPES for causal in (False, True)]
+    found = [*gradients.table()]
     found += [Row(d, 4, 4096, True, heads=16) for d in (80, 160)]
     found += [
         Row(128, 4, 4096, True, heads=32, kv_heads=8),
@@ -90,30 +87,10 @@ def calls_of(row: Row, is_backward: bool, packages: dict[str, Any]) -> tuple[dic
     given = gradients.inputs(row)
     make = backward_of if is_backward else forward_of
     calls: dict[str, Call] = {name: make(row, given, package) for name, package in packages.items()}
-    if row.dtype != "float32" and row.window < 0 and not row.softcap and not row.beside:
-        forward = partial(flash, row, given)
-        calls["flash"] = gradients.backward(forward, given) if is_backward else without_gradients(forward)
+    flash = dict(gradients.peers(row, given)).get("flash")
+    if flash is not None and row.dtype != "float32" and not row.beside:  # it refuses these
+        calls["flash"] = gradients.backward(flash, given) if is_backward else torch.no_grad()(flash)
     return calls, given
-
-
-def without_gradients(forward: Call) -> Call:
-    """Returns the call outside autograd."""
-
-    def call() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    return call
-
-
-def flash(row: Row, given: gradients.Inputs) -> torch.Tensor:
-    """Returns the result of SDPA's flash backend."""
-    q, k, v = (t.transpose(1, 2) for t in given.leaves[:3])
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=row.causal, enable_gqa=row.num_heads[0] != row.num_heads[1]
-        )
-    return out.transpose(1, 2)
 
 
 def exact(row: Row, given: gradients.Inputs, is_backward: bool) -> torch.Tensor:

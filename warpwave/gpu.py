@@ -80,6 +80,11 @@ class Gpu:
         """NVIDIA's compute capability as one number (90 for sm_90); 0 elsewhere."""
         return int(self.arch.removeprefix("sm_")) if self.vendor == "nvidia" else 0
 
+    @functools.cached_property
+    def has_mma(self) -> bool:
+        """Whether its matrix instructions are NVIDIA's `mma`, whose operands are in registers."""
+        return self.vendor == "nvidia" and self.capability not in WGMMA_OR_TCGEN05
+
     @staticmethod
     def for_arch(arch: str) -> Gpu:
         """Returns the description of an architecture without a device, for compiling and explaining.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from warpwave import precision
-from warpwave.gpu import WGMMA_OR_TCGEN05, WGMMA_ROWS, Gpu
+from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.problem import AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime.scratch import maker
 
@@ -63,7 +63,7 @@ def dot_precision(problem: AttentionProblem, gpu: Gpu) -> str:
 def split_operand(problem: AttentionProblem, gpu: Gpu) -> int:
     """Returns the largest number of copies of a float32 operand in shared memory: itself, and its parts if the matrix
     unit reads them from shared memory. An mma instruction reads them from registers."""
-    if problem.dtype != "float32" or (gpu.vendor == "nvidia" and gpu.capability not in WGMMA_OR_TCGEN05):
+    if problem.dtype != "float32" or gpu.has_mma:
         return 1
     return {"ieee": 1, "bf16x6": 3}.get(dot_precision(problem, gpu), 2)
 

@@ -34,7 +34,7 @@ class Cost:
         items: tiles of the output that blocks process, if a block draws several; 0: one a block.
         steps: tiles of keys processed, over all blocks.
         longest: steps of the longest item; 0: all items have the same number.
-        last_parts: parts into which each item of the last, incomplete wave is divided.
+        divided, last_parts: how many items, the last ones, are divided, and into how many parts each.
         order: for items that differ and are not in longest-first order: for each sequence, the steps of consecutive
             items, and how often that repeats (`launch_order`).
         cut: the part of `steps` whose scores are masked, because an edge of the mask or the end of the keys cuts the
@@ -73,6 +73,7 @@ class Cost:
     items: int = 0
     steps: int = 0
     longest: int = 0
+    divided: int = 0
     last_parts: int = 1
     order: tuple[tuple[tuple[int, ...], int], ...] = ()
     cut: int = 0

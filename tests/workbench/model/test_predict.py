@@ -50,10 +50,11 @@ def _predict(problem: AttentionProblem, kernel: Any = flash_fwd, config: Any = N
 
 
 @pytest.mark.parametrize(("num_sms", "time_us"), [(132, 3 * 101 + 21), (264, 2 * 101), (80, 4 * 101 + 7 * 21)])
-def test_blocks_of_the_last_wave_are_those_of_132(num_sms: int, time_us: float) -> None:
-    """24 of 420 blocks have five parts on every card. On 264 and 80 SMs, they run beside 132 and 76 whole blocks."""
+def test_divided_blocks_run_beside_the_last_whole_ones(num_sms: int, time_us: float) -> None:
+    """24 of 420 blocks have five parts. On 264 and 80 SMs, they run beside 132 and 76 whole blocks."""
     of = SimpleNamespace(where=SimpleNamespace(sheet=SimpleNamespace(num_sms=num_sms)))
-    assert Steps._with_parts(of, items=420, parts=5, one=100.0, fill=1.0) == time_us  # type: ignore[arg-type]
+    cost = SimpleNamespace(divided=24, last_parts=5)
+    assert Steps._with_parts(of, cost, items=420, one=100.0, fill=1.0) == time_us  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernel", [k for k in dispatch.KERNELS if k.NEEDS_GPU], ids=lambda k: str(k.NAME))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, WGMMA_OR_TCGEN05, Gpu
+from warpwave.gpu import KIB, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
@@ -172,7 +172,6 @@ class Call:
         self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
-        self.has_mma = gpu.vendor == "nvidia" and gpu.capability not in WGMMA_OR_TCGEN05
 
 
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
@@ -264,7 +263,7 @@ def _halved(config: Config, call: Call) -> Config:
 RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
     Rule(
         "a mask or bias, 16 bits, NVIDIA with mma, head_dim 65 to 128",
-        lambda c: c.has_mma and c.bucket == 1 and not c.is_float32,
+        lambda c: c.gpu.has_mma and c.bucket == 1 and not c.is_float32,
         (lambda config, call: Config(Tile(64, 16, 4, 2), Tile(16, 64, 8, 2)),),
         NOT_MEASURED,
     ),

@@ -243,6 +243,7 @@ def specify(
         )
 
     def has_two_loops(owned: int, width: int) -> bool:
+        # Two loops are measured with wgmma (docs/notes/backward.md), and not with tcgen05.
         return reads_shared_memory(gpu, owned) or two_loops(gpu, owned, width)
 
     tile = config.dq

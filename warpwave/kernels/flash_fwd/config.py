@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, WGMMA_OR_TCGEN05, Gpu
+from warpwave.gpu import KIB, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
@@ -197,7 +197,6 @@ class Call:
         self.is_float32 = problem.dtype == "float32"
         self.is_amd, self.is_hopper = gpu.vendor == "amd", gpu.capability == 90
         self.is_rdna = gpu.is_rdna
-        self.has_mma = gpu.vendor == "nvidia" and gpu.capability not in WGMMA_OR_TCGEN05
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_light = not self.is_masked and problem.alibi_shape is None and not problem.dropout_p
         self.has_tiles_of_64 = self.bucket == 0 or (self.bucket == 1 and self.is_masked)
@@ -333,39 +332,18 @@ RULES: tuple[Rule[Config], ...] = (
         "predicted: 64 x 32 on eight waves with two stages takes 1.3 times as long",
         "other_cards.md",
     ),
-    Rule(
-        "16 bits, NVIDIA with mma, head_dim up to 64",
-        lambda c: c.has_mma and c.bucket == 0,
-        (Config(128, 64, 4, 3),),
-        "64 x 64 takes 1.26 times as long full, 1.18 causal, " + IN_CODE_OF_MMA,
+    *by_width(
+        "16 bits, NVIDIA with mma and 163 KiB of shared memory",
+        lambda c: c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
+        (Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
+        "the former tiles take 1.26, 1.65 and 1.60 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS,
     ),
-    Rule(
-        "16 bits, NVIDIA with mma and 99 KiB of shared memory, head_dim 65 to 128",
-        lambda c: c.has_mma and c.bucket == 1 and c.gpu.smem_per_block_bytes < 100 * KIB,
-        (Config(128, 32, 4, 2),),
-        "64 x 32 takes 1.74 times as long full, 1.59 causal, " + IN_CODE_OF_MMA,
-        MMA_CONFIGS,
-    ),
-    Rule(
-        "16 bits, NVIDIA with mma, head_dim 65 to 128",
-        lambda c: c.has_mma and c.bucket == 1,
-        (Config(128, 64, 8, 3),),
-        "64 x 32 takes 1.65 times as long full, 64 x 64 1.22 causal, " + IN_CODE_OF_MMA,
-        MMA_CONFIGS,
-    ),
-    Rule(
-        "16 bits, NVIDIA with mma and 99 KiB of shared memory, head_dim above 128",
-        lambda c: c.has_mma and c.gpu.smem_per_block_bytes < 100 * KIB,
-        (Config(64, 16, 4, 3),),
-        "64 x 32 on eight warps takes 1.16 times as long full, 1.24 causal, " + IN_CODE_OF_MMA,
-        MMA_CONFIGS,
-    ),
-    Rule(
-        "16 bits, NVIDIA with mma, head_dim above 128",
-        lambda c: c.has_mma,
-        (Config(64, 32, 4, 2),),
-        "eight warps take 1.60 times as long, " + IN_CODE_OF_MMA,
+    *by_width(
+        "16 bits, NVIDIA with mma",
+        lambda c: c.gpu.has_mma,
+        (Config(128, 64, 4, 3), Config(128, 32, 4, 2), Config(64, 16, 4, 3)),
+        "the former tiles take 1.27, 1.74 and 1.16 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS,
     ),
     Rule(

@@ -255,14 +255,14 @@ class Steps:
         if cost.block_us:  # see _launch
             fill = 0.0
         if step >= STEP["fill"] and cost.steps:
-            empty = EMPTY_US * max(0, cost.blocks - items * cost.last_parts) / (sms * slots)
+            empty = EMPTY_US * max(0, cost.blocks - items - cost.divided * (cost.last_parts - 1)) / (sms * slots)
             empty += fill  # once, because the next tile's waits overlap this tile
             fill = constants.fill_us + cost.write_bytes / items / self._drawn_by_an_sm
         even = not self.problem.has_band and not self.problem.packed
         if even or cost.longest <= mean:
             edges = constants.edge_steps * cost.cut / items if step >= STEP["softmax"] else 0.0
-            if cost.last_parts > 1:
-                return empty + self._with_parts(items, cost.last_parts, mean * together(1) + edges * masked(1), fill)
+            if cost.divided:
+                return empty + self._with_parts(cost, items, mean * together(1) + edges * masked(1), fill)
             whole, rest = divmod(items, sms * resident)
             time = whole * (mean * together(resident) + edges * masked(resident) + fill)
             last = -(-rest // sms)
@@ -290,15 +290,12 @@ class Steps:
             )
         return empty + max(rounds * (walk + fill) + tail, alone + fill)
 
-    def _with_parts(self, items: int, parts: int, one: float, fill: float) -> float:
-        """Returns the time of items that take `one` us each, of which those of the last, incomplete wave of NUM_SMS are
-        divided into parts. It is NUM_SMS on every card (`hopper.flash_bwd.config.divided_tail`)."""
-        from warpwave.kernels.hopper.host import NUM_SMS  # has torch
-
-        sms, divided = self.where.sheet.num_sms, items % NUM_SMS
-        whole, rest = divmod(items - divided, sms)
+    def _with_parts(self, cost: Cost, items: int, one: float, fill: float) -> float:
+        """Returns the time of items that take `one` us each, the last of which are divided into parts."""
+        sms, parts = self.where.sheet.num_sms, cost.last_parts
+        whole, rest = divmod(items - cost.divided, sms)
         # On a card with another number of SMs, parts run beside the last whole items. Each of these counts as `parts`.
-        last = -(-(rest + divided) * parts // sms) * (one / parts + fill)
+        last = -(-(rest + cost.divided) * parts // sms) * (one / parts + fill)
         return whole * (one + fill) + (max(last, one + fill) if rest else last)
 
     def _of_order(self, cost: Cost, slots: int) -> float:
@@ -333,7 +330,7 @@ class Steps:
         if constant_of(self.path.name, 1) != "bfloat16":
             return 0.0
         drawn = self.path.products * flops + self.where.constants.power_of_score * scores
-        items, sms = self.items * self.main.last_parts, self.where.sheet.num_sms
+        items, sms = self.items + self.main.divided * (self.main.last_parts - 1), self.where.sheet.num_sms
         drawing = min(1.0, items / sms) if items else 1.0  # fewer busy SMs draw less power and run at full clocks
         return drawing * drawn / (self.path.tflops * self.where.constants.power * 1e6)
 

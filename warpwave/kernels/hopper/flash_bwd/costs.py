@@ -186,6 +186,7 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
         scratch_bytes=walk.scratch_bytes + tail.written + 2 * min(added, sums),
         walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * columns,
         loop=BROAD if is_broad(problem) else "",
+        divided=tail.blocks,
         last_parts=divided_tail(problem, config)[1],
     )
 
