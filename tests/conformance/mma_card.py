@@ -3,7 +3,7 @@
     CARD=sm_89 python -m pytest -p tests.conformance.mma_card -m gpu tests/conformance -k "flash_fwd and not hopper"
 
 Kernels see the shared memory and the capability of the card, so they choose its configs, and Triton compiles its code.
-See `benchmarks.mma_configs`.
+See `benchmarks.portable_configs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import os
 from dataclasses import replace
 
-from benchmarks.mma_configs import compile_for
+from benchmarks.portable_configs import compile_for
 from warpwave import gpu
 
 CARD = os.environ.get("CARD", "sm_80")

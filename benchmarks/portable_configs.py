@@ -1,14 +1,15 @@
-"""Times configs of `flash_fwd` and `flash_bwd` in the code of an NVIDIA GPU with `mma` instructions, on a Hopper GPU.
+"""Times configs of `flash_fwd` and `flash_bwd` on a Hopper GPU, in its own code or in that of a card with `mma`.
 
-    PYTHONPATH=. python -m benchmarks.mma_configs RECORD [--arch sm_80 sm_89] [--seconds 300]
+    PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask] [--seconds 150]
 
 No Ampere, Ada or consumer Blackwell GPU is at hand. Triton compiles for `--arch`, to `mma.sync` and `cp.async`, and
 ptxas assembles its PTX for Hopper, which executes these instructions too. Shared memory is padded so that an SM holds
 as many blocks as on the card, whose SM has less. What differs from the card: the rate of its matrix units and memory,
-clocks, and ptxas' schedule. So times are compared with each other only, config by config.
+clocks, and ptxas' schedule. So times are compared with each other only, config by config. sm_90 is Hopper itself.
 
-Calls are bfloat16, 2 x 4096, heads * head_dim = 2048, at head_dim 64, 128 and 256, full and causal. Results are
-compared with Hopper's own code. The record has, for each call and launch, the default first and then every candidate.
+Calls are 2 x 4096, heads * head_dim = 2048, at head_dim 64, 128 and 256: bfloat16 full and causal, full with a boolean
+mask or a bias for all heads, and full in float32. Results are compared with those of Hopper's default configs. The
+record has, for each call and launch, the default first and then every candidate.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -41,10 +42,12 @@ from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.output_files import write_whole
 
-SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB}
+SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB, "sm_90": 228 * KIB}
 SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
 OF_QKV = (True, True, True, False, False, False)
 MOST_ERROR = 1e-2  # relative RMS; a wrong tile gives 0.1 or more
+CALLS = {"plain": ("full", "causal"), "mask": ("mask",), "bias": ("bias",), "float32": ("float32",)}
+HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -53,32 +56,34 @@ class Job:
 
     Attributes:
         launch: "forward", "dq" or "dkv".
+        call: of `CALLS`.
         config: of `flash_fwd`, or a tile of `flash_bwd`.
     """
 
     arch: str
     launch: str
     head_dim: int
-    is_causal: bool
+    call: str
     config: Any
 
 
-def problem_of(head_dim: int, is_causal: bool) -> AttentionProblem:
-    """Returns the call."""
-    heads = 2048 // head_dim
+def problem_of(head_dim: int, call: str) -> AttentionProblem:
+    """Returns the problem of a call."""
+    heads, scores = 2048 // head_dim, (1, 1, 4096, 4096)
     return AttentionProblem(
         batch=2, seqlen_q=4096, seqlen_k=4096, num_heads_q=heads, num_heads_kv=heads, head_dim=head_dim,
-        head_dim_v=head_dim, dtype="bfloat16", softmax_scale=head_dim**-0.5, return_lse=True,
-        causal=Causal() if is_causal else None,
+        head_dim_v=head_dim, dtype="float32" if call == "float32" else "bfloat16", softmax_scale=head_dim**-0.5,
+        return_lse=True, causal=Causal() if call == "causal" else None, mask_shape=scores if call == "mask" else None,
+        bias_shape=scores if call == "bias" else None,
     )  # fmt: skip
 
 
-def jobs(arch: str) -> Iterator[Job]:
+def jobs(arch: str, calls: Sequence[str]) -> Iterator[Job]:
     """Returns the candidates for a GPU, for each call and launch the default first."""
     gpu = Gpu.for_arch(arch)
-    for head_dim in (64, 128, 256):
-        for is_causal in (False, True):
-            problem = problem_of(head_dim, is_causal)
+    for head_dim in HEAD_DIMS:
+        for call in calls:
+            problem = problem_of(head_dim, call)
             default = host.default(problem, gpu)
             assert default is not None
             found: dict[str, list[Any]] = {
@@ -87,17 +92,25 @@ def jobs(arch: str) -> Iterator[Job]:
                 "dkv": [default.dkv, *fitting_tiles(problem, gpu, True)],
             }
             for name, configs in found.items():
-                kept = [c for i, c in enumerate(configs) if i == 0 or is_candidate(name, head_dim, c)]
-                yield from (Job(arch, name, head_dim, is_causal, c) for c in dict.fromkeys(kept))
+                kept = [c for i, c in enumerate(configs) if i == 0 or is_candidate(name, head_dim, call, c)]
+                yield from (Job(arch, name, head_dim, call, c) for c in dict.fromkeys(kept))
 
 
-def is_candidate(name: str, head_dim: int, config: Any) -> bool:
+def is_candidate(name: str, head_dim: int, call: str, config: Any) -> bool:
     """Returns whether a config may be fast: its accumulators fit the registers, and a step is not too short."""
     owned, walked = (config.block_n, config.block_m) if name == "dkv" else (config.block_m, config.block_n)
     threads = 32 * config.num_warps
     accumulators = owned * head_dim / threads * (2 if name == "dkv" and head_dim <= 128 else 1)
-    has_stages = config.num_stages in ((1, 2, 3) if head_dim > 128 else (2, 3))
-    return owned >= 64 >= walked and 4 <= owned * walked / threads <= 64 and accumulators <= 128 and has_stages
+    scores, stages = owned * walked / threads, config.num_stages
+    if call in ("full", "causal"):
+        return (
+            owned >= 64 >= walked
+            and 4 <= scores <= 64
+            and accumulators <= 128
+            and stages in ((1, 2, 3) if head_dim > 128 else (2, 3))
+        )
+    # Operands, masks and biases take registers too, and float32 tiles more shared memory.
+    return owned >= 32 and 64 >= walked <= owned and 4 <= scores <= 32 and accumulators <= 128 and stages <= 2
 
 
 # Compilation ----------------------------------------------------------------------------------------------------------
@@ -106,6 +119,8 @@ def is_candidate(name: str, head_dim: int, config: Any) -> bool:
 @lru_cache(1)
 def compile_for(arch: str) -> None:
     """Makes Triton compile for a GPU in this process, and ptxas assemble for Hopper. A process keeps to one GPU."""
+    if arch == "sm_90":
+        return
     triton.knobs.runtime.override_arch = arch.replace("_", "")
     make_cubin, name_of = backend.CUDABackend.make_cubin, backend.sm_arch_from_capability
 
@@ -123,13 +138,16 @@ def compile_for(arch: str) -> None:
 
 
 @lru_cache(1)
-def tensors_of(head_dim: int, is_causal: bool) -> tuple[Operands, torch.Tensor]:
-    """Returns q, k, v and the gradient of out."""
-    problem = problem_of(head_dim, is_causal)
-    seeded = torch.Generator("cuda").manual_seed(0)
+def tensors_of(head_dim: int, call: str) -> tuple[Operands, torch.Tensor]:
+    """Returns the operands and the gradient of out."""
+    problem = problem_of(head_dim, call)
+    seeded, dtype = torch.Generator("cuda").manual_seed(0), getattr(torch, problem.dtype)
     shape = (problem.batch, problem.seqlen_q, problem.num_heads_q, head_dim)
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=seeded) for _ in range(4))
-    return Operands(q, k, v), dout
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype, generator=seeded) for _ in range(4))
+    given = problem.mask_shape or problem.bias_shape
+    scores = None if given is None else torch.randn(given, device="cuda", dtype=dtype, generator=seeded)
+    mask = scores > 0 if call == "mask" and scores is not None else None
+    return Operands(q, k, v, mask, scores if call == "bias" else None), dout
 
 
 Prepared = tuple[list[Callable[[], Any]], Any, torch.Tensor]  # the launches, what they write, and out
@@ -137,15 +155,14 @@ Prepared = tuple[list[Callable[[], Any]], Any, torch.Tensor]  # the launches, wh
 
 def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Prepared:
     """Returns the launches of a job. Args: results: out and the log-sum-exp, for gradients."""
-    problem = problem_of(job.head_dim, job.is_causal)
-    operands, dout = tensors_of(job.head_dim, job.is_causal)
+    problem = problem_of(job.head_dim, job.call)
+    operands, dout = tensors_of(job.head_dim, job.call)
     if job.launch == "forward":
         out = torch.empty_like(dout)
         lse = torch.empty(problem.batch, problem.num_heads_q, problem.seqlen_q, device="cuda")
         spec = flash_fwd.specify(problem, gpu, operands, out, lse, job.config)
-        assert isinstance(spec, launch.Launch)
-        launcher = launch.bind(spec)
-        return [partial(launcher, *spec.tensors)], (out, lse), out
+        forward = (spec,) if isinstance(spec, launch.Launch) else spec
+        return [partial(launch.bind(one), *one.tensors) for one in forward], (out, lse), out
     config = flash_bwd.default(problem, gpu)
     assert config is not None and results is not None
     config = replace(config, **{job.launch: job.config})
@@ -156,33 +173,34 @@ def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Pr
     return calls, outputs, results[0]
 
 
-def reference(place: Path) -> None:
+def reference(place: Path, calls: Sequence[str]) -> None:
     """Writes the results of Hopper's own code, for each call. Called in a process of its own."""
     gpu = current_gpu(torch.device("cuda"))
-    for head_dim in (64, 128, 256):
-        for is_causal in (False, True):
-            problem = problem_of(head_dim, is_causal)
+    for head_dim in HEAD_DIMS:
+        for call in calls:
+            problem = problem_of(head_dim, call)
             config = dispatch.default_config(flash_fwd, problem, gpu)
-            (forward,), results, _ = prepared(Job(gpu.arch, "forward", head_dim, is_causal, config), gpu, None)
-            forward()
+            launches, results, _ = prepared(Job(gpu.arch, "forward", head_dim, call, config), gpu, None)
+            for one in launches:
+                one()
             tiles = flash_bwd.default(problem, gpu)
             assert tiles is not None
-            calls, outputs, _ = prepared(Job(gpu.arch, "dq", head_dim, is_causal, tiles.dq), gpu, results)
-            for call in calls:
-                call()
+            launches, outputs, _ = prepared(Job(gpu.arch, "dq", head_dim, call, tiles.dq), gpu, results)
+            for one in launches:
+                one()
             kept = {"results": results, "gradients": outputs[:3], "statistics": outputs.statistics}
-            torch.save(kept, place / f"{head_dim}-{is_causal}.pt")
+            torch.save(kept, place / f"{head_dim}-{call}.pt")
 
 
 @lru_cache(1)
-def expected(place: Path, head_dim: int, is_causal: bool) -> dict[str, Any]:
+def expected(place: Path, head_dim: int, call: str) -> dict[str, Any]:
     """Returns what `reference` wrote for a call."""
-    return torch.load(place / f"{head_dim}-{is_causal}.pt", map_location="cuda")
+    return torch.load(place / f"{head_dim}-{call}.pt", map_location="cuda")
 
 
 def timed_part(job: Job, place: Path) -> tuple[Callable[[], None], Callable[[], float]]:
     """Returns the launches that a job is about, and `error()`: their error relative to Hopper's own code."""
-    wanted = expected(place, job.head_dim, job.is_causal)
+    wanted = expected(place, job.head_dim, job.call)
     calls, outputs, out = prepared(job, Gpu.for_arch(job.arch), wanted["results"])
     if job.launch == "forward":
         pairs = [(out, wanted["results"][0])]
@@ -217,17 +235,17 @@ def compile_one(arguments: tuple[Job, Path]) -> str:
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def of_arch(arch: str, place: Path, seconds: float) -> list[dict[str, Any]]:
+def of_arch(arch: str, calls: Sequence[str], place: Path, seconds: float) -> list[dict[str, Any]]:
     """Returns the measurements for a GPU."""
     begin, found = time.monotonic(), []
-    all_jobs = list(jobs(arch))
+    all_jobs = list(jobs(arch, calls))
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         failures = list(pool.map(compile_one, [(job, place) for job in all_jobs]))
     print(f"{arch}: {len(all_jobs)} configs compiled after {time.monotonic() - begin:.0f} s", flush=True)
     compile_for(arch)
     for job, failure in zip(all_jobs, failures, strict=True):
         row: dict[str, Any] = {
-            "arch": arch, "launch": job.launch, "head_dim": job.head_dim, "causal": job.is_causal,
+            "arch": arch, "launch": job.launch, "head_dim": job.head_dim, "call": job.call,
             "config": str(job.config),
         }  # fmt: skip
         if failure or time.monotonic() - begin > seconds:
@@ -244,16 +262,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--arch", nargs="*", choices=tuple(SMEM_OF_SM), default=["sm_80", "sm_89"])
+    parser.add_argument("--calls", nargs="*", choices=tuple(CALLS), default=["plain"])
     parser.add_argument("--seconds", type=float, default=150.0, help="for each GPU")
     args = parser.parse_args()
     place = args.record.parent / "references"
     place.mkdir(parents=True, exist_ok=True)
     context, found = multiprocessing.get_context("spawn"), []
+    calls = [call for name in args.calls for call in CALLS[name]]
     with ProcessPoolExecutor(1, context) as alone:
-        alone.submit(reference, place).result()
+        alone.submit(reference, place, calls).result()
     for arch in args.arch:
         with ProcessPoolExecutor(1, context) as alone:
-            found += alone.submit(of_arch, arch, place, args.seconds).result()
+            found += alone.submit(of_arch, arch, calls, place, args.seconds).result()
         whole = {"environment": environment.describe("cuda"), "rows": found}
         write_whole(args.record, json.dumps(whole, indent=1) + "\n")
     for path in place.iterdir():
