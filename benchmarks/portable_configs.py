@@ -8,8 +8,10 @@ as many blocks as on the card, whose SM has less. What differs from the card: th
 clocks, and ptxas' schedule. So times are compared with each other only, config by config. sm_90 is Hopper itself.
 
 Calls are 2 x 4096, heads * head_dim = 2048, at head_dim 64, 128 and 256: bfloat16 full and causal, full with a boolean
-mask or a bias for all heads, and full in float32. Results are compared with those of Hopper's default configs. The
-record has, for each call and launch, the default first and then every candidate.
+mask or a bias for all heads, and float32 full, by default and in tf32. Results are compared with those of Hopper's
+default configs. The record has, for each call and launch, the default first and then every candidate. It also has the
+times of SDPA's flash backend, and of its efficient backend for masks, biases and float32: PyTorch compiles both with
+`mma` instructions for every GPU, so their times on Hopper can be compared with those of our code for Ampere.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from typing import Any
 
 import torch
 import triton
-import triton.backends.nvidia.compiler as backend
+import triton.backends.nvidia.compiler as compiler
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from warpwave import dispatch
 from warpwave.gpu import KIB, Gpu, current_gpu
@@ -46,7 +50,7 @@ SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_12
 SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
 OF_QKV = (True, True, True, False, False, False)
 MOST_ERROR = 1e-2  # relative RMS; a wrong tile gives 0.1 or more
-CALLS = {"plain": ("full", "causal"), "mask": ("mask",), "bias": ("bias",), "float32": ("float32",)}
+CALLS = {"plain": ("full", "causal"), "mask": ("mask",), "bias": ("bias",), "float32": ("float32",), "tf32": ("tf32",)}
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -72,14 +76,15 @@ def problem_of(head_dim: int, call: str) -> AttentionProblem:
     heads, scores = 2048 // head_dim, (1, 1, 4096, 4096)
     return AttentionProblem(
         batch=2, seqlen_q=4096, seqlen_k=4096, num_heads_q=heads, num_heads_kv=heads, head_dim=head_dim,
-        head_dim_v=head_dim, dtype="float32" if call == "float32" else "bfloat16", softmax_scale=head_dim**-0.5,
-        return_lse=True, causal=Causal() if call == "causal" else None, mask_shape=scores if call == "mask" else None,
+        head_dim_v=head_dim, dtype="float32" if call in ("float32", "tf32") else "bfloat16",
+        precision="tf32" if call == "tf32" else "default", softmax_scale=head_dim**-0.5, return_lse=True,
+        causal=Causal() if call == "causal" else None, mask_shape=scores if call == "mask" else None,
         bias_shape=scores if call == "bias" else None,
     )  # fmt: skip
 
 
-def jobs(arch: str, calls: Sequence[str]) -> Iterator[Job]:
-    """Returns the candidates for a GPU, for each call and launch the default first."""
+def jobs(arch: str, calls: Sequence[str], defaults: bool) -> Iterator[Job]:
+    """Returns the configs for a GPU, for each call and launch the default first, then the other candidates."""
     gpu = Gpu.for_arch(arch)
     for head_dim in HEAD_DIMS:
         for call in calls:
@@ -92,7 +97,7 @@ def jobs(arch: str, calls: Sequence[str]) -> Iterator[Job]:
                 "dkv": [default.dkv, *fitting_tiles(problem, gpu, True)],
             }
             for name, configs in found.items():
-                kept = [c for i, c in enumerate(configs) if i == 0 or is_candidate(name, head_dim, call, c)]
+                kept = configs[:1] + [c for c in configs[1:] if not defaults and is_candidate(name, head_dim, call, c)]
                 yield from (Job(arch, name, head_dim, call, c) for c in dict.fromkeys(kept))
 
 
@@ -102,15 +107,12 @@ def is_candidate(name: str, head_dim: int, call: str, config: Any) -> bool:
     threads = 32 * config.num_warps
     accumulators = owned * head_dim / threads * (2 if name == "dkv" and head_dim <= 128 else 1)
     scores, stages = owned * walked / threads, config.num_stages
-    if call in ("full", "causal"):
-        return (
-            owned >= 64 >= walked
-            and 4 <= scores <= 64
-            and accumulators <= 128
-            and stages in ((1, 2, 3) if head_dim > 128 else (2, 3))
-        )
-    # Operands, masks and biases take registers too, and float32 tiles more shared memory.
-    return owned >= 32 and 64 >= walked <= owned and 4 <= scores <= 32 and accumulators <= 128 and stages <= 2
+    # Masks and biases take registers too, and parts of float32 operands.
+    is_plain = call in ("full", "causal")
+    most_scores, most_stages = (64, 3) if is_plain else (32, 2)
+    is_tile = owned >= walked and walked <= 64 and owned >= (64 if is_plain else 32)
+    has_stages = (2 if is_plain and head_dim <= 128 else 1) <= stages <= most_stages
+    return is_tile and 4 <= scores <= most_scores and accumulators <= 128 and has_stages
 
 
 # Compilation ----------------------------------------------------------------------------------------------------------
@@ -122,19 +124,19 @@ def compile_for(arch: str) -> None:
     if arch == "sm_90":
         return
     triton.knobs.runtime.override_arch = arch.replace("_", "")
-    make_cubin, name_of = backend.CUDABackend.make_cubin, backend.sm_arch_from_capability
+    make_cubin, name_of = compiler.CUDABackend.make_cubin, compiler.sm_arch_from_capability
 
     def for_hopper(self: Any, src: Any, metadata: dict[str, Any], *options: Any) -> bytes:
         blocks = max(1, SMEM_OF_SM[arch] // (metadata["shared"] + RESERVED))
         padded = SMEM_OF_HOPPER // blocks - RESERVED
         metadata["shared"] = max(metadata["shared"], min(LARGEST_BLOCK, padded // 128 * 128))
-        backend.sm_arch_from_capability = lambda capability: "sm_90a"
+        compiler.sm_arch_from_capability = lambda capability: "sm_90a"
         try:
             return make_cubin(self, src, metadata, *options)
         finally:
-            backend.sm_arch_from_capability = name_of
+            compiler.sm_arch_from_capability = name_of
 
-    backend.CUDABackend.make_cubin = for_hopper
+    compiler.CUDABackend.make_cubin = for_hopper
 
 
 @lru_cache(1)
@@ -198,6 +200,28 @@ def expected(place: Path, head_dim: int, call: str) -> dict[str, Any]:
     return torch.load(place / f"{head_dim}-{call}.pt", map_location="cuda")
 
 
+def peers(calls: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the times of SDPA. Called in a process of its own."""
+    found = []
+    for head_dim in HEAD_DIMS:
+        for call in calls:
+            operands, dout = tensors_of(head_dim, call)
+            q, k, v, dout = (t.transpose(1, 2) for t in (*operands[:3], dout))
+            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+            is_plain, given = call in ("full", "causal"), operands.mask if operands.mask is not None else operands.bias
+            backend = SDPBackend.FLASH_ATTENTION if is_plain else SDPBackend.EFFICIENT_ATTENTION
+
+            forward = partial(scaled_dot_product_attention, q, k, v, attn_mask=given, is_causal=call == "causal")
+            with sdpa_kernel(backend):
+                backward = partial(torch.autograd.grad, forward(), (q, k, v), dout, retain_graph=True)
+                both: dict[str, Callable[[], object]] = {"forward": forward, "backward": backward}
+                samples = time_interleaved(both, device="cuda", rounds=3)
+            for name, sample in samples.items():
+                row = {"peer": backend.name, "launch": name, "head_dim": head_dim, "call": call}
+                found.append(row | {"us": [round(us, 1) for us in sample.samples_us]})
+    return found
+
+
 def timed_part(job: Job, place: Path) -> tuple[Callable[[], None], Callable[[], float]]:
     """Returns the launches that a job is about, and `error()`: their error relative to Hopper's own code."""
     wanted = expected(place, job.head_dim, job.call)
@@ -235,10 +259,10 @@ def compile_one(arguments: tuple[Job, Path]) -> str:
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def of_arch(arch: str, calls: Sequence[str], place: Path, seconds: float) -> list[dict[str, Any]]:
+def of_arch(arch: str, calls: Sequence[str], place: Path, seconds: float, defaults: bool) -> list[dict[str, Any]]:
     """Returns the measurements for a GPU."""
     begin, found = time.monotonic(), []
-    all_jobs = list(jobs(arch, calls))
+    all_jobs = list(jobs(arch, calls, defaults))
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         failures = list(pool.map(compile_one, [(job, place) for job in all_jobs]))
     print(f"{arch}: {len(all_jobs)} configs compiled after {time.monotonic() - begin:.0f} s", flush=True)
@@ -263,6 +287,7 @@ def main() -> int:
     parser.add_argument("record", type=Path)
     parser.add_argument("--arch", nargs="*", choices=tuple(SMEM_OF_SM), default=["sm_80", "sm_89"])
     parser.add_argument("--calls", nargs="*", choices=tuple(CALLS), default=["plain"])
+    parser.add_argument("--defaults", action="store_true", help="no other candidates")
     parser.add_argument("--seconds", type=float, default=150.0, help="for each GPU")
     args = parser.parse_args()
     place = args.record.parent / "references"
@@ -271,15 +296,16 @@ def main() -> int:
     calls = [call for name in args.calls for call in CALLS[name]]
     with ProcessPoolExecutor(1, context) as alone:
         alone.submit(reference, place, calls).result()
+        found += alone.submit(peers, calls).result()
     for arch in args.arch:
         with ProcessPoolExecutor(1, context) as alone:
-            found += alone.submit(of_arch, arch, calls, place, args.seconds).result()
+            found += alone.submit(of_arch, arch, calls, place, args.seconds, args.defaults).result()
         whole = {"environment": environment.describe("cuda"), "rows": found}
         write_whole(args.record, json.dumps(whole, indent=1) + "\n")
     for path in place.iterdir():
         path.unlink()
     place.rmdir()
-    wrong = [row for row in found if "failure" in row or not row["error"] <= MOST_ERROR]
+    wrong = [row for row in found if "failure" in row or not row.get("error", 0.0) <= MOST_ERROR]
     print(f"{len(found)} configs, {len(wrong)} wrong or failed", *wrong[:3])
     return 1 if wrong else 0
 

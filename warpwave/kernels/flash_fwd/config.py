@@ -13,7 +13,7 @@ from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
-from warpwave.kernels.rules import IN_CODE_OF_MMA, MMA_CONFIGS, NOT_MEASURED, Rule, by_width
+from warpwave.kernels.rules import IN_CODE_OF_MMA, MMA_CONFIGS, MMA_CONFIGS_2, NOT_MEASURED, Rule, by_width
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 
@@ -278,12 +278,19 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(64, 32, 4, 2, True), Config(32, 32, 4, 2, True), Config(32, 16, 4, 1, True)),
         NOT_MEASURED,
     ),
-    Rule(
-        "float32 in tf32, NVIDIA with 99 KiB of shared memory, head_dim 65 to 128",
-        lambda c: c.is_float32 and c.bucket == 1 and c.gpu.smem_per_block_bytes < 100 * KIB,
-        (Config(32, 16, 4, 1),),
-        "predicted: two stages leave one block an SM, and take 1.4 times as long",
-        "other_cards.md",
+    *by_width(
+        "float32 in tf32, NVIDIA with mma and 163 KiB of shared memory",
+        lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
+        (Config(64, 32, 4, 2), Config(64, 16, 4, 1), Config(64, 16, 4, 2)),
+        "the former tiles take 1.71, 1.60 and 1.89 times as long full, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS_2,
+    ),
+    *by_width(
+        "float32 in tf32, NVIDIA with mma",
+        lambda c: c.is_float32 and c.gpu.has_mma,
+        (Config(64, 32, 4, 2), Config(64, 16, 4, 2), Config(32, 16, 8, 1)),
+        "the former tiles take 1.69, 1.27 and 1.00 times as long full, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS_2,
     ),
     *by_width(
         "float32 in tf32",
@@ -371,6 +378,27 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
         NOT_MEASURED,
     ),
     Rule("a mask or bias, AMD RDNA", lambda c: c.is_rdna, (lambda config, _: Config(32, 16, 4, 1),), NOT_MEASURED),
+    Rule(
+        "a mask or bias, 16 bits, NVIDIA with mma, head_dim up to 64",
+        lambda c: c.gpu.has_mma and not c.is_float32 and c.bucket == 0,
+        (lambda config, _: Config(64, 64, 4, 2),),
+        "128 x 16 on eight warps takes 1.48 times as long with a mask, 1.96 with a bias, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS_2,
+    ),
+    Rule(
+        "a mask or bias, 16 bits, NVIDIA with mma, head_dim 65 to 128",
+        lambda c: c.gpu.has_mma and not c.is_float32 and c.bucket == 1,
+        (lambda config, _: Config(64, 16, 4, 2),),
+        "128 x 16 on eight warps takes 1.30 times as long with a mask, 1.38 with a bias, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS_2,
+    ),
+    Rule(
+        "a mask or bias, 16 bits, NVIDIA with mma and 99 KiB of shared memory, head_dim above 128",
+        lambda c: c.gpu.has_mma and not c.is_float32 and c.gpu.smem_per_block_bytes < 100 * KIB,
+        (lambda config, _: Config(32, 16, 4, 2),),
+        "64 x 16 leaves one block an SM, and takes 1.41 times as long with a mask, " + IN_CODE_OF_MMA,
+        MMA_CONFIGS_2,
+    ),
     Rule(
         "a mask or bias, NVIDIA other than Hopper",
         lambda c: c.gpu.vendor == "nvidia" and not c.is_hopper,

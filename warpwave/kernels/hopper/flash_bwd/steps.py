@@ -316,7 +316,7 @@ def meet():
     """Waits for both consumers at a barrier that the compiler's placement of barriers does not see."""
     number = gl.full([128], FREE_BARRIERS, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+        "barrier.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
