@@ -129,7 +129,8 @@ def environment_of_gradients(path: Path) -> dict[str, Any]:
 
 def gradient_kernels() -> dict[str, Any]:
     """Returns the modules that compute gradients, by the name of the kernel in a record."""
-    return {module.NAME: module for module in dispatch.GRADIENT_KERNELS} | dispatch.COSTS_OF_OWN_GRADIENTS
+    named = {"three_kernel": dispatch.three_kernel_backward, "eager": dispatch.eager_backward}
+    return {m.NAME: m for m in dispatch.GRADIENT_KERNELS if m not in named.values()} | named
 
 
 def _of_gradients(path: Path) -> Iterator[Point]:

@@ -59,7 +59,7 @@ PROBLEM = AttentionProblem(
         ({"causal": Causal(), "seqlen_q": 64}, CPU, "torch_sdpa"),
         ({"causal": Causal("top_left"), "seqlen_q": 64}, CPU, "torch_sdpa"),
         ({"return_lse": True}, CPU, "eager"),
-        ({"requires_grad": True}, Gpu.for_arch("sm_80"), "eager"),
+        ({"requires_grad": True, "softcap": 5.0}, Gpu.for_arch("sm_80"), "eager"),
         ({"requires_grad": True}, CPU, "eager"),
         ({"head_dim": 257}, H200, "three_kernel"),
         ({"head_dim": 512, "head_dim_v": 512, "seqlen_q": 65}, Gpu.for_arch("sm_80"), "three_kernel"),
@@ -68,7 +68,8 @@ PROBLEM = AttentionProblem(
         ({"head_dim": 8192, "seqlen_q": 64, "seqlen_k": 64, "dtype": "float32"}, H200, "three_kernel"),
         ({"head_dim": 512, "head_dim_v": 512}, CPU, "torch_sdpa"),
         ({"head_dim": 512, "requires_grad": True}, H200, "three_kernel"),
-        ({"head_dim": 512, "requires_grad": True}, Gpu.for_arch("sm_80"), "eager"),
+        ({"head_dim": 512, "requires_grad": True}, Gpu.for_arch("sm_80"), "three_kernel"),
+        ({"head_dim": 512, "requires_grad": True}, Gpu.for_arch("gfx942"), "eager"),
         ({"head_dim": 512, "requires_grad": True, "softcap": 5.0}, H200, "eager"),
         ({"head_dim_v": 320}, H200, "hopper/flash_fwd"),
         ({"head_dim": 512, "packed": True, "total_q": 200, "total_k": 200}, H200, "hopper/large_head_dim"),
@@ -113,15 +114,44 @@ def test_gradients_of_their_own_kernel_leave_the_forward_to_the_fastest() -> Non
     said = explain(trained, gpu=H200)
     assert (said.kernel, said.gradients) == ("hopper/flash_fwd", "hopper/flash_bwd")
     assert "gradients  hopper/flash_bwd" in str(said)
-    by_name = {"flash_fwd": (forward, "hopper/flash_bwd"), "three_kernel": (trained, ""), "eager": (trained, "")}
+    own = (forward, "three_kernel backward")
+    by_name = {"flash_fwd": (forward, "hopper/flash_bwd"), "three_kernel": own, "eager": (trained, "")}
     assert {name: dispatch.forward_of(trained, H200, name) for name in by_name} == by_name
     odd = replace(trained, head_dim=60)
     assert dispatch.forward_of(odd, H200)[1] == "flash_bwd", "no multiple of 16 bytes for TMA"
     wide = replace(trained, head_dim=320, head_dim_v=320)
-    assert dispatch.forward_of(wide, H200)[1] == "three_kernel"
+    for arch in ("sm_90", "sm_80"):
+        assert dispatch.forward_of(wide, Gpu.for_arch(arch))[1] == "three_kernel backward"
     assert dispatch.forward_of(replace(wide, softcap=5.0), H200)[1] == ""
     assert dispatch.forward_of(trained, CPU) == (trained, ""), "eager's gradients take the statistics of its forward"
     assert dispatch.forward_of(forward, H200) == (forward, "")
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "expected"),
+    [
+        ("sm_90", {"head_dim": 192}, "three_kernel backward"),
+        ("sm_80", {"head_dim": 192, "causal": Causal()}, "three_kernel backward"),
+        ("sm_80", {"head_dim": 192, "seqlen_q": 128, "seqlen_k": 128, "batch": 8}, "flash_bwd"),
+        ("sm_80", {"head_dim": 192, "bias_shape": (1, 1, 2048, 2048)}, "flash_bwd"),
+        ("sm_80", {"head_dim": 192, "dropout_p": 0.1}, "flash_bwd"),
+        ("sm_80", {"head_dim": 192, "precision": "tf32"}, "flash_bwd"),
+        ("sm_80", {"head_dim": 192, "dtype": "bfloat16"}, "flash_bwd"),
+        ("gfx942", {"head_dim": 192}, "flash_bwd"),
+        ("sm_89", {"head_dim": 96}, "three_kernel backward"),
+        ("sm_89", {"head_dim": 96, "causal": Causal()}, "flash_bwd"),
+        ("sm_89", {"head_dim": 64}, "flash_bwd"),
+        ("sm_90", {"head_dim": 96}, "hopper/flash_bwd"),
+    ],
+)
+def test_float32_gradients_of_wide_heads_go_to_torch_products(
+    arch: str, changes: dict[str, object], expected: str
+) -> None:
+    wide = replace(PROBLEM, dtype="float32", seqlen_q=2048, seqlen_k=2048, requires_grad=True)
+    problem, gpu = replace(wide, **{"head_dim_v": changes["head_dim"], **changes}), Gpu.for_arch(arch)  # type: ignore[arg-type]
+    assert dispatch.forward_of(problem, gpu)[1] == expected
+    if expected == "three_kernel backward" and problem.head_dim <= 256:
+        assert dispatch.forward_of(problem, gpu, "flash_fwd")[1] != expected, "a named kernel has the first that can"
 
 
 def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:

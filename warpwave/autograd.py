@@ -75,9 +75,6 @@ def bind_gradients(
     own = module_of(problem, gpu, kernel)
 
     def compute(operands: AnyOperands, results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
-        if hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu):
-            of_kernel: Gradients = own.gradients(problem, gpu, operands, dout, dlse, wanted)
-            return of_kernel
         eager = dispatch.eager
         config = eager.configs(problem, gpu)[0]
         if own.NAME != eager.NAME:
@@ -110,10 +107,11 @@ class Plan:
         # Absent operands after the last present one are not passed through torch, which checks each argument.
         self.count = max(i for i, t in enumerate(operands) if t is not None) + 1
         self.absent = (None,) * (len(operands) - self.count)
-        # Gradient kernels, and eager's gradients, read the forward's results.
-        self.keeps_results = bool(dispatch.gradient_kernels(problem, gpu, kernel)) or (
-            module_of(problem, gpu, kernel).NAME == dispatch.eager.NAME
-        )
+        able = dispatch.gradient_kernels(problem, gpu, kernel)
+        if able:
+            self.keeps_results = dispatch.reads_results(able[0])
+        else:  # eager's gradients read the results of eager alone
+            self.keeps_results = module_of(problem, gpu, kernel).NAME == dispatch.eager.NAME
         self.bound: Bounded[tuple[Any, ...], Compute] = Bounded(MAX_LAYOUTS)
         self.apply = _apply_both if options.return_lse else _apply_out
 

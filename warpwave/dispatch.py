@@ -21,7 +21,6 @@ A kernel is a module or package of `warpwave.kernels`, imported at its first use
     STRIDED_OUT                                optional: True if out may have any address and any strides, the last 1
     Binder(gpu)                                optional: `bind` for calls that differ only in lengths and in strides of
                                                batches and heads; keeps what does not depend on these
-    gradients, gradients_why_not               optional: gradients that need no result of the forward, and why not
 
 Commands of the workbench read these, all of them optional:
 
@@ -65,20 +64,21 @@ KERNELS: tuple[Any, ...] = (
     Family("tiled", "ladder.tiled"),
     Family("naive", "ladder.naive"),
 )
-# Gradients from out and the log-sum-exp of any forward kernel, in order of preference. A module of these has NAME,
-# GRADIENTS (of which operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the
-# bits of every config repeat), and
+# Gradients of calls of any forward kernel, in order of preference. A module of these has NAME, GRADIENTS (of which
+# operands), why_not, outrun, configs, default and cost as above (of a problem that is `deterministic`, the bits of
+# every config repeat), and
 #     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
-# It may have cost_of_bias(problem, gpu, config): what the gradient of a bias adds to its cost, and
-# config_of_bias(problem, gpu): the config that computes it if the call's own does not. A call that names a
-# kernel of OWN_GRADIENTS does not use them.
-GRADIENT_KERNELS: tuple[Any, ...] = (Family("hopper/flash_bwd"), Family("flash_bwd"))
-OWN_GRADIENTS = (three_kernel.NAME, torch_sdpa.NAME, eager.NAME)
-# Kernel name -> what its own gradients cost: NAME, GRADIENTS, why_not, configs, default and cost as above.
-COSTS_OF_OWN_GRADIENTS: dict[str, Any] = {
-    three_kernel.NAME: Family("three_kernel backward", "three_kernel.backward_cost"),
-    eager.NAME: Family("eager backward", "eager_backward_cost"),
-}
+# It may have READS_RESULTS: False if it reads neither out nor lse; cost_of_bias(problem, gpu, config): what the
+# gradient of a bias adds to its cost; and config_of_bias(problem, gpu): the config that computes it if the call's own
+# does not.
+three_kernel_backward = Family("three_kernel backward", "three_kernel.gradients")
+GRADIENT_KERNELS: tuple[Any, ...] = (Family("hopper/flash_bwd"), Family("flash_bwd"), three_kernel_backward)
+# Kernel name -> the modules of these that serve a call which names that kernel; all of them serve the others.
+OWN_GRADIENTS: dict[str, tuple[Any, ...]] = {
+    three_kernel.NAME: (three_kernel_backward,), torch_sdpa.NAME: (), eager.NAME: (),
+}  # fmt: skip
+# What eager's gradients cost: NAME, GRADIENTS, why_not, configs, default and cost as above.
+eager_backward = Family("eager backward", "eager_backward_cost")
 # The kernels that read a paged cache.
 CACHE_KERNELS: tuple[Any, ...] = (split_kv, large_head_dim, eager)
 
@@ -132,14 +132,15 @@ def reasons_against(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]
 def passed_over(problem: AttentionProblem, gpu: Gpu) -> dict[str, list[str]]:
     """Returns kernel name -> why `auto` leaves the problem to a later kernel, for kernels that could run it."""
     found = {
-        kernel.NAME: _outrun(kernel, problem, gpu)
+        kernel.NAME: outrun(kernel, problem, gpu)
         for kernel in kernels_for(problem)
         if not why_not(kernel, problem, gpu)
     }
     return {name: reasons for name, reasons in found.items() if reasons}
 
 
-def _outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
+def outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why `auto` leaves a problem that a kernel could run to a later one; empty if it does not."""
     reasons: list[str] = kernel.outrun(problem, gpu) if hasattr(kernel, "outrun") else []
     return reasons
 
@@ -160,7 +161,7 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         if config is not None:
             raise InvalidInput("config was given with kernel='auto'; name the kernel the config is for")
         for module in _candidates(problem, gpu):
-            if not module.why_not(problem, gpu) and not _outrun(module, problem, gpu):
+            if not module.why_not(problem, gpu) and not outrun(module, problem, gpu):
                 return Choice(module, default_config(module, problem, gpu), "default")
         # eager refuses error budgets alone, and no kernel's products are more accurate.
         raise UnsupportedProblem(
@@ -231,46 +232,40 @@ def gradient_kernels(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
     """Returns those of `GRADIENT_KERNELS` that can compute the gradients of a call, in order of preference.
 
     Args:
-        kernel: of the forward, as in `choose`. "auto" does not use Triton's interpreter.
+        kernel: of the forward, as in `choose`. "auto" does not use Triton's interpreter, and prefers modules that no
+            other one outruns.
     """
-    if kernel in OWN_GRADIENTS or (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
+    if (kernel == "auto" and gpu.vendor == "interpreter") or problem.page_size:
         return []
     if problem.dtype == "float64" or problem.is_quantized:
         return []
-    return [module for module in GRADIENT_KERNELS if not module.why_not(problem, gpu)]
+    able = [m for m in OWN_GRADIENTS.get(kernel, GRADIENT_KERNELS) if not m.why_not(problem, gpu)]
+    return able if kernel != "auto" else sorted(able, key=lambda module: bool(outrun(module, problem, gpu)))
 
 
 def gradients_for(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> Any:
-    """Returns the module that computes the gradients of a call, or the one that states the cost of the forward kernel's
-    own.
+    """Returns the module that computes the gradients of a call, or the one that states the cost of eager's.
 
     Args:
         kernel: of the forward, as in `choose`.
     """
-    able = gradient_kernels(problem, gpu, kernel)
-    if able:
-        return able[0]
-    own = choose(problem, gpu, kernel).kernel
-    has_own = hasattr(own, "gradients") and not own.gradients_why_not(problem, gpu)
-    return COSTS_OF_OWN_GRADIENTS[own.NAME if has_own else eager.NAME]
+    return next(iter(gradient_kernels(problem, gpu, kernel)), eager_backward)
+
+
+def reads_results(module: Any) -> bool:
+    """Returns whether gradients read out and the log-sum-exp of the forward."""
+    return bool(getattr(module, "READS_RESULTS", True))
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
-    """Returns the problem of a call's forward, and the name of the kernel of its gradients: "" for the forward's own.
+    """Returns the problem of a call's forward, and the name of the kernel of its gradients: "" for eager's.
 
-    If another kernel computes the gradients, the forward runs on the fastest kernel for a call without gradients.
+    If a kernel computes the gradients, the forward runs on the fastest kernel for a call without gradients.
     """
-    if not problem.requires_grad:
+    able = gradient_kernels(problem, gpu, kernel) if problem.requires_grad else []
+    if not able:
         return problem, ""
-    able = gradient_kernels(problem, gpu, kernel)
-    if able:
-        return replace(problem, requires_grad=False, return_lse=True), able[0].NAME
-    if kernel != "auto":
-        return problem, ""
-    chosen = choose(problem, gpu).kernel
-    if not hasattr(chosen, "gradients") or chosen.gradients_why_not(problem, gpu):
-        return problem, ""
-    return replace(problem, requires_grad=False, return_lse=True), chosen.NAME
+    return replace(problem, requires_grad=False, return_lse=True), able[0].NAME
 
 
 def _nearest(problem: AttentionProblem, gpu: Gpu) -> str:

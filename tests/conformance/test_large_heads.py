@@ -470,7 +470,7 @@ def test_gradients_of_wide_heads(dtype: str, features: str) -> None:
     """In three_kernel's own chunks, several of them, with sinks and a log-sum-exp in the loss."""
     case = replace(PLAIN, dtype=dtype, dims=(320, 272), lengths=(70, 134), heads=(4, 2), sinks=True)
     call = cases.build(replace(case, **({} if features == "plain" else PROBES[features])), "sharp", DEVICE)
-    assert three_kernel.gradients_why_not(call.problem, GPU) == []
+    assert three_kernel_gradients.why_not(call.problem, GPU) == []
     dout, dlse = upstream(call)
     references = backward_references(call.problem, call.operands, dout, dlse)
     for room in (three_kernel_gradients.WORKSPACE_BYTES, 100_000):

@@ -13,7 +13,7 @@ from warpwave.kernels import eager, eager_backward_cost, flash_bwd
 from warpwave.kernels.cost import in_turn, launch_order_by_keys, walk_by_keys
 from warpwave.kernels.gradient_costs import of_keys, of_queries
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
-from warpwave.kernels.three_kernel import backward_cost
+from warpwave.kernels.three_kernel import gradients as three_kernel_gradients
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.model.steps import computes_gradients
 
@@ -118,7 +118,7 @@ def test_gradients_that_no_block_writes_are_filled_first() -> None:
         (flash_bwd, {}, 7, 2),
         (flash_bwd, {"dtype": "float32"}, 9, 3),
         (flash_bwd, {"head_dim": 256, "head_dim_v": 256}, 8, 3),
-        (backward_cost, {"head_dim": 512, "head_dim_v": 512}, 5, 1),
+        (three_kernel_gradients, {"head_dim": 512, "head_dim_v": 512}, 5, 1),
         (eager_backward_cost, {}, 5, 1),
     ],
     ids=lambda value: getattr(value, "NAME", None),
@@ -197,11 +197,11 @@ def test_a_bias_is_read_by_every_launch_and_its_gradient_is_a_launch() -> None:
     assert of_bias.write_bytes == cells
 
 
-@pytest.mark.parametrize("module", [hopper_flash_bwd, flash_bwd, backward_cost, eager_backward_cost])
+@pytest.mark.parametrize("module", [hopper_flash_bwd, flash_bwd, three_kernel_gradients, eager_backward_cost])
 def test_costs_of_every_option_are_sums_of_parts(module: Any) -> None:
     for band, group, lengths in product(BANDS[:4], (1, 4), ((512, 512), (33, 700))):
         problem = replace(PLAIN, num_heads_kv=4 // group, seqlen_q=lengths[0], seqlen_k=lengths[1], **band)
-        if module is backward_cost:
+        if module is three_kernel_gradients:
             problem = replace(problem, head_dim=512, head_dim_v=512)
         found = costs(problem, module)
         for name in ("flops", "exponentials", "read_bytes", "write_bytes", "scratch_bytes"):

@@ -10,6 +10,7 @@ from warpwave.kernels.flash_bwd.host import (
     NAME,
     NEEDS_GPU,
     bind,
+    outrun,
     specify,
     why_not,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "cost_of_bias",
     "default",
     "notes",
+    "outrun",
     "smem_bytes",
     "specify",
     "why_not",

@@ -32,11 +32,9 @@ from warpwave.kernels import reasons
 from warpwave.kernels.arguments import Allocate, Results, Run, allocator, straightener
 from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, conversions, in_turn, visited_tiles
 from warpwave.kernels.hopper import host
-from warpwave.kernels.three_kernel import choice, library
+from warpwave.kernels.three_kernel import backward, choice, library
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel import launches as three_kernel_launches
-from warpwave.kernels.three_kernel.backward import backward as gradients
-from warpwave.kernels.three_kernel.backward import why_not as gradients_why_not
 from warpwave.kernels.three_kernel.choice import configs, default, smallest_tile
 from warpwave.kernels.three_kernel.config import (
     FILLED,
@@ -78,8 +76,6 @@ __all__ = [
     "configs",
     "cost",
     "default",
-    "gradients",
-    "gradients_why_not",
     "notes",
     "outrun",
     "smem_bytes",
@@ -334,12 +330,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why calls with gradients are left to eager, for those that this kernel's gradients do not cover."""
     if not problem.requires_grad:
         return []
-    reasons = gradients_why_not(problem, gpu)
-    if reasons:
-        return [f"{reason}: eager's would be used, after a second forward" for reason in reasons]
-    if gpu.capability != 90:
-        return ["forward and gradients were timed on an H200 only, 1.2 to 6.3 times as fast as eager's there"]
-    return []
+    reasons = backward.why_not(problem, gpu)
+    return [f"{reason}: eager's would be used, after a second forward" for reason in reasons]
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:

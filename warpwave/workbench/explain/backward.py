@@ -115,11 +115,11 @@ def backward_of(
     return Backward(
         forward,
         gpu,
-        name_of(module),
+        module.NAME,
         config,
         "default",
         cost,
-        {other.NAME: other.why_not(forward, gpu) for other in dispatch.GRADIENT_KERNELS},
+        {m.NAME: m.why_not(forward, gpu) or dispatch.outrun(m, forward, gpu) for m in dispatch.GRADIENT_KERNELS},
         bounds,
         measured,
         missing,
@@ -132,12 +132,6 @@ def backward_of(
 def saving_of(problem: AttentionProblem) -> AttentionProblem:
     """Returns the problem of a forward that keeps the log-sum-exp for the backward."""
     return replace(problem, requires_grad=False, return_lse=True)
-
-
-def name_of(module: Any) -> str:
-    """Returns the name of the kernel whose gradients a module describes."""
-    own = (name for name, of_own in dispatch.COSTS_OF_OWN_GRADIENTS.items() if of_own is module)
-    return next(own, None) or str(module.NAME)
 
 
 def _bias_us(problem: AttentionProblem, module: Any, config: Any, gpu: Gpu) -> float:

@@ -14,7 +14,7 @@ from warpwave import dispatch
 from warpwave.checks import check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import descales, eager
+from warpwave.kernels import descales
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
 from warpwave.options import as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
@@ -448,7 +448,7 @@ def _memory(problem: AttentionProblem, kernel: Any, cost: Cost, copied: int) -> 
 
 def _with_backward(memory: Memory, backward: Backward | None) -> Memory:
     """Adds the memory of the backward if a GPU kernel computes the gradients; eager's depends on torch's operations."""
-    if backward is None or backward.kernel == eager.NAME:
+    if backward is None or backward.kernel == dispatch.eager_backward.NAME:
         return memory
     gradients = backward_memory.gradient_bytes(backward.problem)
     return replace(memory, gradients=gradients, backward=backward.cost.workspace_bytes)

@@ -10,7 +10,7 @@ from warpwave import dispatch
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
-from warpwave.workbench.explain.backward import both_of, name_of, saving_of
+from warpwave.workbench.explain.backward import both_of, saving_of
 from warpwave.workbench.explain.text import in_words_of
 from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, gpu_of, sheet_of
 from warpwave.workbench.model.predict import Prediction, predict
@@ -89,7 +89,7 @@ def explain_on(
         if problem.requires_grad:
             module, of_pass = dispatch.gradients_for(problem, gpu, kernel), saving_of(problem)
             found = both_of(found, predict(of_pass, module, module.default(of_pass, gpu), gpu, hot=hot))
-            gradients = name_of(module)
+            gradients = module.NAME
         rows.append(Row(sheet.key, choice.kernel.NAME, choice.config, found, bounds, gpu, gradients=gradients))
     return rows
 

@@ -1,21 +1,36 @@
-"""The bytes that `three_kernel`'s gradients move and the operations that they compute, for `explain`; backward.py
-runs them."""
+"""three_kernel's gradients (backward.py) as a gradient kernel: they serve the calls of any forward kernel, and read
+neither out nor the log-sum-exp. And the bytes that they move and the operations that they compute, for `explain`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn
 from warpwave.kernels.gradient_costs import keys_of
-from warpwave.kernels.three_kernel.backward import WHOLE_ROW, by_sight, plan_of, runs_of_heads, why_not
+from warpwave.kernels.three_kernel.backward import WHOLE_ROW, backward, by_sight, plan_of, runs_of_heads, why_not
 from warpwave.kernels.three_kernel.backward_memory import gradient_bytes, peak_bytes
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
+from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem
 
-__all__ = ["GRADIENTS", "NAME", "NEEDS_GPU", "Config", "arithmetic_of", "configs", "cost", "default", "why_not"]
+__all__ = [
+    "GRADIENTS",
+    "NAME",
+    "NEEDS_GPU",
+    "READS_RESULTS",
+    "Config",
+    "arithmetic_of",
+    "bind",
+    "configs",
+    "cost",
+    "default",
+    "why_not",
+]
 
 NAME = "three_kernel backward"
 NEEDS_GPU = True
+READS_RESULTS = False
 GRADIENTS = ("q", "k", "v", "sinks")
 PRODUCTS_OF_RUN = 5  # launches of torch's products: S, dP, dQ, dV, dK
 ROUND_OF_RUN = 1  # dQ scaled and rounded
@@ -24,6 +39,13 @@ ROUND_OF_RUN = 1  # dQ scaled and rounded
 @dataclass(frozen=True)
 class Config:
     """Empty: the chunks follow from the problem."""
+
+
+def bind(
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], config: Config
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns `run(operands, results, dout, dlse)`: `backward` of a problem; `results` are not read."""
+    return lambda operands, results, dout, dlse: backward(problem, gpu, operands, dout, dlse, wanted)
 
 
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
