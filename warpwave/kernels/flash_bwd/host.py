@@ -41,6 +41,7 @@ from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, defau
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
+from warpwave.kernels.torch_products import keeps_float32
 from warpwave.problem import AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.bounded import Bounded
@@ -367,11 +368,13 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
     One H200, float32, the times of this kernel over three_kernel's, whose products are torch's
     (2026-11-27-h200-float32-gradients.log). Above head_dim 128: 10 to 12 at 2 x 2048 full and 3 to 5 causal, 8 heads,
-    2.3 and more at one head of 512 and two; 0.4 at 8 x 128, where torch's operations bind. In code of sm_80 at 72 to
-    128: 2.5 to 3.2 at 2 x 2048 full, 1.5 to 2.2 at 1,024, 0.6 to 1.0 causal.
+    2.2 and more at 512 with two heads; 0.4 at 8 x 128, where torch's operations bind. In code of sm_80 at 72 to 128:
+    2.5 to 3.2 at 2 x 2048 full, 1.5 to 2.2 at 1,024, 0.6 to 1.0 causal.
     """
     if problem.dtype != "float32" or gpu.vendor != "nvidia" or arithmetic_of(problem, gpu) == "tf32":
         return []
+    if not keeps_float32(torch.device("cuda")):
+        return []  # three_kernel would compute its products in float64, which consumer cards do at 1/64 of the rate
     width, scores = max(problem.head_dim, problem.head_dim_v), problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     if width > 128 and scores >= 2**19:
         return ["float32 above head_dim 128: three_kernel's gradients are 2.3 to 12 times as fast"]
