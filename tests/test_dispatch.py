@@ -157,7 +157,7 @@ def test_float32_gradients_of_wide_heads_go_to_torch_products(
 
 def test_float32_gradients_stay_where_torch_may_round_products() -> None:
     """three_kernel would compute the products in float64."""
-    wide = replace(PROBLEM, dtype="float32", head_dim=192, head_dim_v=192, seqlen_q=2048)
+    wide = replace(PROBLEM, dtype="float32", head_dim=192, head_dim_v=192, seqlen_q=2048, seqlen_k=2048)
     matmul = torch.backends.cuda.matmul
     before, found = matmul.fp32_precision, []
     try:
@@ -166,6 +166,21 @@ def test_float32_gradients_stay_where_torch_may_round_products() -> None:
     finally:
         matmul.fp32_precision = before
     assert found == ["three_kernel backward", "flash_bwd"]
+
+
+def test_results_are_kept_if_any_kernel_of_gradients_may_read_them() -> None:
+    """The setting of float32 products may change between forward and backward."""
+    wide = replace(PROBLEM, dtype="float32", head_dim=192, head_dim_v=192, seqlen_q=2048, seqlen_k=2048)
+    assert dispatch.reads_results(wide, Gpu.for_arch("sm_89"), "auto")
+    assert not dispatch.reads_results(replace(wide, head_dim=320), Gpu.for_arch("sm_89"), "auto")
+
+
+def test_gradients_of_wide_heads_serve_kernels_without_gradients() -> None:
+    wide = replace(PROBLEM, head_dim=512, head_dim_v=512, requires_grad=True)
+    for kernel in ("auto", "large_head_dim", "three_kernel"):
+        assert dispatch.forward_of(wide, Gpu.for_arch("sm_80"), kernel)[1] == "three_kernel backward"
+    for gpu in (Gpu.for_arch("gfx942"), CPU, replace(Gpu.for_arch("sm_80"), arch="sm_75")):
+        assert dispatch.gradient_kernels(wide, gpu) == []
 
 
 def test_a_named_kernel_runs_or_raises_with_its_reasons() -> None:

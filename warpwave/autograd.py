@@ -107,9 +107,8 @@ class Plan:
         # Absent operands after the last present one are not passed through torch, which checks each argument.
         self.count = max(i for i, t in enumerate(operands) if t is not None) + 1
         self.absent = (None,) * (len(operands) - self.count)
-        able = dispatch.gradient_kernels(problem, gpu, kernel)
-        if able:
-            self.keeps_results = dispatch.reads_results(able[0])
+        if dispatch.gradient_kernels(problem, gpu, kernel):
+            self.keeps_results = dispatch.reads_results(problem, gpu, kernel)
         else:  # eager's gradients read the results of eager alone
             self.keeps_results = module_of(problem, gpu, kernel).NAME == dispatch.eager.NAME
         self.bound: Bounded[tuple[Any, ...], Compute] = Bounded(MAX_LAYOUTS)

@@ -65,12 +65,12 @@ KERNELS: tuple[Any, ...] = (
     Family("naive", "ladder.naive"),
 )
 # Gradients of calls of any forward kernel, in order of preference. A module of these has NAME, GRADIENTS (of which
-# operands), why_not, outrun, configs, default and cost as above (of a problem that is `deterministic`, the bits of
-# every config repeat), and
+# operands), why_not, configs, default and cost as above (of a problem that is `deterministic`, the bits of every config
+# repeat), and
 #     bind(problem, gpu, operands, wanted, config) -> run(operands, (out, lse), dout, dlse) -> gradients
-# It may have READS_RESULTS: False if it reads neither out nor lse; cost_of_bias(problem, gpu, config): what the
-# gradient of a bias adds to its cost; and config_of_bias(problem, gpu): the config that computes it if the call's own
-# does not.
+# It may have outrun, as above; READS_RESULTS: False if it reads neither out nor lse; cost_of_bias(problem, gpu,
+# config): what the gradient of a bias adds to its cost; and config_of_bias(problem, gpu): the config that computes it
+# if the call's own does not.
 three_kernel_backward = Family("three_kernel backward", "three_kernel.gradients")
 GRADIENT_KERNELS: tuple[Any, ...] = (Family("hopper/flash_bwd"), Family("flash_bwd"), three_kernel_backward)
 # Kernel name -> the modules of these that serve a call which names that kernel; all of them serve the others.
@@ -252,9 +252,10 @@ def gradients_for(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> 
     return next(iter(gradient_kernels(problem, gpu, kernel)), eager_backward)
 
 
-def reads_results(module: Any) -> bool:
-    """Returns whether gradients read out and the log-sum-exp of the forward."""
-    return bool(getattr(module, "READS_RESULTS", True))
+def reads_results(problem: AttentionProblem, gpu: Gpu, kernel: str) -> bool:
+    """Returns whether a gradient kernel that may serve a call reads out and the log-sum-exp of its forward. The first
+    one may be another by the time of the backward: it depends on a setting of the process (`flash_bwd.outrun`)."""
+    return any(getattr(module, "READS_RESULTS", True) for module in gradient_kernels(problem, gpu, kernel))
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:

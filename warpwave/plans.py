@@ -314,11 +314,7 @@ class Planner:
             problem, others = dispatch.forward_of(whole, gpu, kernel)
             # The operator returns lse with every gradient. Eager calls need it if it is requested or read by the
             # gradients.
-            if (
-                others
-                and not self.dispatched
-                and not dispatch.reads_results(dispatch.gradients_for(whole, gpu, kernel))
-            ):
+            if others and not self.dispatched and not dispatch.reads_results(whole, gpu, kernel):
                 problem = replace(problem, return_lse=self.options.return_lse)
         choice = self.choose(problem)
         if kernel == "auto" and not choice.kernel.NEEDS_GPU:

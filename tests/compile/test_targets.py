@@ -42,11 +42,11 @@ FLASH_FEATURES = FEATURES | {"dropout": {"causal": "bottom_right", "dropout_p": 
 SPILL_BOUNDS = {
     ("nvidia", "16-bit", 192): 352,
     ("nvidia", "16-bit", 256): 352,
-    ("nvidia", "float32", 40): 16,
-    ("nvidia", "float32", 64): 16,
+    ("nvidia", "float32", 40): 64,
+    ("nvidia", "float32", 64): 64,
     ("nvidia", "float32", 128): 320,
-    ("nvidia", "float32", 192): 1072,
-    ("nvidia", "float32", 256): 1072,
+    ("nvidia", "float32", 192): 1200,
+    ("nvidia", "float32", 256): 1200,
     ("cdna", "16-bit", 192): 64,
     ("cdna", "16-bit", 256): 64,
     ("rdna", "16-bit", 192): 800,
@@ -58,7 +58,7 @@ SPILL_BOUNDS = {
     ("rdna", "float32", 256): 3600,
 }
 # The same in 16 bits on cards with `mma` instructions: hardly touched in the loop over whole tiles.
-SPILL_BOUNDS_OF_MMA = {40: 104, 64: 104, 80: 192, 128: 192}
+SPILL_BOUNDS_OF_MMA = {40: 320, 64: 320, 80: 192, 128: 192}
 WITH_MMA = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
 
 
@@ -267,6 +267,8 @@ FLOAT32_FACTS: dict[tuple[str, str, int], tuple[int, int]] = {
     ("sm_90", "tf32x3", 64): (128, 0),  # which bf16x6 stands for
     ("sm_80", "bf16x3", 64): (255, 0),
     ("sm_80", "bf16x6", 64): (255, 0),
+    **{("sm_80", "tf32", head_dim): (255, spilled) for head_dim, spilled in ((64, 0), (128, 0), (256, 256))},
+    **{("sm_89", "tf32", head_dim): (255, 0) for head_dim in (64, 128, 256)},
     ("sm_86", "bf16x6", 128): (255, 320),
     ("sm_100", "bf16x6", 64): (255, 0),
     ("sm_120", "bf16x3", 128): (255, 160),

@@ -364,20 +364,21 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why three_kernel's gradients are faster: parts of float32 operands of wide heads spill.
+    """Returns why three_kernel's gradients are faster: parts of float32 operands of wide heads fill the registers.
 
     One H200, float32, the times of this kernel over three_kernel's, whose products are torch's
-    (2026-11-27-h200-float32-gradients.log). Above head_dim 128: 10 to 12 at 2 x 2048 full and 3 to 5 causal, 8 heads,
-    2.2 and more at 512 with two heads; 0.4 at 8 x 128, where torch's operations bind. In code of sm_80 at 72 to 128:
-    2.5 to 3.2 at 2 x 2048 full, 1.5 to 2.2 at 1,024, 0.6 to 1.0 causal.
+    (2026-11-27-h200-float32-gradients.log). Above head_dim 128: 9.6 to 13 at 2 x 2048 full and 3.3 to 4.6 causal, eight
+    heads; 3.2 and more at 1 x 512 full; 0.4 at 8 x 128, where torch's operations bind. In code of sm_80 at 72 to 128:
+    2.5 to 3.2 at 2 x 2048 full, 1.5 to 2.2 at 1 x 1024, 0.6 to 1.0 causal. three_kernel starts torch's operations for
+    each batch item, and under a band for an eighth of its queries, so the rules read the scores of an item.
     """
     if problem.dtype != "float32" or gpu.vendor != "nvidia" or arithmetic_of(problem, gpu) == "tf32":
         return []
     if not keeps_float32(torch.device("cuda")):
         return []  # three_kernel would compute its products in float64, which consumer cards do at 1/64 of the rate
     width, scores = max(problem.head_dim, problem.head_dim_v), problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
-    if width > 128 and scores >= 2**19:
-        return ["float32 above head_dim 128: three_kernel's gradients are 2.3 to 12 times as fast"]
+    if width > 128 and scores >= (2**24 if problem.has_band else 2**21):
+        return ["float32 above head_dim 128: three_kernel's gradients are 3 to 13 times as fast"]
     if width > 64 and scores >= 2**23 and gpu.has_mma and not problem.has_band:
         return ["float32 at head_dim 65 to 128, full, by mma: three_kernel's gradients are 1.5 to 3.2 times as fast"]
     return []

@@ -67,7 +67,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     if arithmetic in ("tf32x3", "tf32"):
         if gpu.capability == 90:
             return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder coexist
-        return q + config.num_stages * kv + max(q, kv) // 2
+        beside = kv // 2 + 1024 if config.block_m >= 64 else 0  # K or V changes layout (compiled figures)
+        return q + config.num_stages * kv + max(q, kv) // 2 + beside
     return q + p // 2 + config.num_stages * kv + 1024  # 1024 for barriers
 
 
@@ -281,15 +282,15 @@ RULES: tuple[Rule[Config], ...] = (
     *by_width(
         "float32 in one tf32 product, NVIDIA with mma",
         lambda c: c.arithmetic == "tf32" and c.gpu.has_mma,
-        (Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(64, 16, 4, 2)),
+        (Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(64, 16, 4, 1)),
         "the tiles of tf32x3 take 1.83, 1.38 and 1.00 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS_2,
     ),
     *by_width(
         "float32 in tf32x3, NVIDIA with mma and 163 KiB of shared memory",
         lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
-        (Config(64, 32, 4, 2), Config(64, 16, 4, 1), Config(64, 16, 4, 2)),
-        "the former tiles take 1.71, 1.60 and 1.89 times as long full, " + IN_CODE_OF_MMA,
+        (Config(64, 32, 4, 2), Config(64, 16, 4, 1), Config(32, 16, 4, 1)),
+        "the former tiles take 1.71, 1.60 and 1.52 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS_2,
     ),
     *by_width(

@@ -197,9 +197,12 @@ def chunk_gradients_kernel(
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why these launches cannot compute a problem's gradients."""
-    if gpu.vendor not in ("nvidia", "interpreter"):
-        return [f"three_kernel's gradients need torch's products, float32 out of 16 bits; {gpu.name} is not NVIDIA's"]
-    return reasons.of_dropout(problem) + reasons.of_features(problem, "three_kernel's gradients do not support", {})
+    found = reasons.of_device(gpu)
+    if gpu.vendor == "amd":
+        found.append(f"three_kernel's gradients need torch's products, float32 out of 16 bits; {gpu.name} is AMD's")
+    return found or reasons.of_dropout(problem) + reasons.of_features(
+        problem, "three_kernel's gradients do not support", {}
+    )
 
 
 _bound: dict[tuple[Any, ...], Callable[..., None]] = {}

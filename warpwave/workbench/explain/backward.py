@@ -26,11 +26,11 @@ class Backward:
     Attributes:
         problem: the call as the kernel takes it, with the log-sum-exp.
         gpu: the device.
-        kernel: the kernel of the gradients: one of `dispatch.GRADIENT_KERNELS`, or the forward's own.
+        kernel: the kernel of the gradients: one of `dispatch.GRADIENT_KERNELS`, or eager's.
         config: its config.
         config_source: always `"default"`: a call does not choose it.
         cost: what its launches move and compute.
-        reasons: kernel name -> why it cannot compute these gradients; empty for kernels that can.
+        reasons: kernel name -> why it cannot compute these gradients, or why `auto` prefers another; else empty.
         bounds, measured: as in `Explanation`, for any implementation that recomputes the scores.
         rates_missing: as in `Explanation`.
         prediction: the time on the device; None without a data sheet.
@@ -107,6 +107,9 @@ def backward_of(
     cost = module.cost(forward, gpu, config)
     bounds, measured, missing = rooflines(forward, gpu, module, cost)
     able = dispatch.gradient_kernels(asked, gpu, kernel)
+    reasons = {m.NAME: m.why_not(forward, gpu) for m in dispatch.GRADIENT_KERNELS}
+    if kernel == "auto":
+        reasons |= {m.NAME: dispatch.outrun(m, forward, gpu) for m in able if m is not module}
     others = {}
     for other in able:
         found = None if other is module else predict(forward, other, other.default(forward, gpu), gpu, hot=hot)
@@ -119,7 +122,7 @@ def backward_of(
         config,
         "default",
         cost,
-        {m.NAME: m.why_not(forward, gpu) or dispatch.outrun(m, forward, gpu) for m in dispatch.GRADIENT_KERNELS},
+        reasons,
         bounds,
         measured,
         missing,
