@@ -258,7 +258,7 @@ def test_errors_are_the_ones_python_users_catch() -> None:
 def test_a_refusal_lists_every_reason_and_what_would_run() -> None:
     q = ones(1, 4, 1, 320)
     with pytest.raises(UnsupportedProblem) as refusal:
-        attention(q, q, q.requires_grad_(), kernel="flash_fwd")
+        attention(q, q, q.requires_grad_(), softcap=5.0, kernel="flash_fwd")
     message = str(refusal.value)
     reasons = refusal.value.reasons["flash_fwd"]
     missing = [
