@@ -87,6 +87,7 @@ EVERYTHING = ("everything at once", "everything of a cache, packed")
 # Bytes of local memory a thread may take: about a quarter more than the most seen with Triton 3.7.1 on 2026-11-21. What
 # is not listed takes none.
 SPILL_BOUNDS = {
+    ("nvidia", "float8, chunk"): 8,  # sm_120
     ("nvidia", "decode, one token a page"): 20,  # sm_120's 16; none elsewhere
     ("nvidia", "decode, head_dim 64"): 10,  # sm_80's 8; none elsewhere
     ("nvidia", "decode, large pages"): 10,  # sm_120's 8; none elsewhere
