@@ -1,11 +1,11 @@
-"""Times configs of `flash_fwd` and `flash_bwd` on a Hopper GPU, in its own code or in that of a card with `mma`.
+"""Times configs of `flash_fwd` and `flash_bwd` in the code of an NVIDIA GPU with `mma` instructions, on a Hopper GPU.
 
     PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask] [--seconds 150]
 
 No Ampere, Ada or consumer Blackwell GPU is at hand. Triton compiles for `--arch`, to `mma.sync` and `cp.async`, and
 ptxas assembles its PTX for Hopper, which executes these instructions too. Shared memory is padded so that an SM holds
 as many blocks as on the card, whose SM has less. What differs from the card: the rate of its matrix units and memory,
-clocks, and ptxas' schedule. So times are compared with each other only, config by config. sm_90 is Hopper itself.
+clocks, and ptxas' schedule. So times are compared with each other only, config by config.
 
 Calls are 2 x 4096, heads * head_dim = 2048, at head_dim 64, 128 and 256: bfloat16 full and causal, full with a boolean
 mask or a bias for all heads, and float32 full, by default and in tf32. Results are compared with those of Hopper's
@@ -46,7 +46,7 @@ from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.output_files import write_whole
 
-SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB, "sm_90": 228 * KIB}
+SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB}
 SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
 OF_QKV = (True, True, True, False, False, False)
 MOST_ERROR = 1e-2  # relative RMS; a wrong tile gives 0.1 or more
@@ -121,8 +121,6 @@ def is_candidate(name: str, head_dim: int, call: str, config: Any) -> bool:
 @lru_cache(1)
 def compile_for(arch: str) -> None:
     """Makes Triton compile for a GPU in this process, and ptxas assemble for Hopper. A process keeps to one GPU."""
-    if arch == "sm_90":
-        return
     triton.knobs.runtime.override_arch = arch.replace("_", "")
     make_cubin, name_of = compiler.CUDABackend.make_cubin, compiler.sm_arch_from_capability
 

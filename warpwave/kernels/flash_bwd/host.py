@@ -368,7 +368,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
     One H200, float32, the times of this kernel over three_kernel's, whose products are torch's
     (2026-11-27-h200-float32-gradients.log). Above head_dim 128: 9.6 to 13 at 2 x 2048 full and 3.3 to 4.6 causal, eight
-    heads; 3.2 and more at 1 x 512 full; 0.4 at 8 x 128, where torch's operations bind. In code of sm_80 at 72 to 128:
+    heads; 3.3 and more at 1 x 512 full; 0.4 at 8 x 128, where torch's operations bind. In code of sm_80 at 72 to 128:
     2.5 to 3.2 at 2 x 2048 full, 1.5 to 2.2 at 1 x 1024, 0.6 to 1.0 causal. three_kernel starts torch's operations for
     each batch item, and under a band for an eighth of its queries, so the rules read the scores of an item.
     """

@@ -227,7 +227,7 @@ TILES: tuple[Rule[Tile], ...] = (
         NOT_MEASURED,
     ),
     Rule(
-        "float32",
+        "float32, NVIDIA with mma",
         lambda c: c.is_float32,
         (Tile(64, 64, 32, 64, 4, 3),),
         "eight warps with two stages take 2.0 to 2.4 times as long at head_dim 64 to 256, " + IN_CODE_OF_MMA,
