@@ -35,6 +35,7 @@ SPILL_BOUNDS = {
     ("large_head_dim", "gfx1201", "float32"): 16,
     ("three_kernel", "sm_100", "float32"): 32,
     **{("three_kernel", arch, "float32"): 8 for arch in ("sm_80", "sm_86", "sm_89", "sm_120")},
+    ("three_kernel", "sm_100", "bfloat16"): 24,
     ("three_kernel", "sm_120", "bfloat16"): 24,
 }
 SAMPLE = [

@@ -88,6 +88,7 @@ EVERYTHING = ("everything at once", "everything of a cache, packed")
 # is not listed takes none.
 SPILL_BOUNDS = {
     ("nvidia", "float8, chunk"): 8,  # sm_120
+    ("nvidia", "float8, decode, head_dim 64"): 10,  # sm_100's 8; none elsewhere
     ("nvidia", "decode, one token a page"): 20,  # sm_120's 16; none elsewhere
     ("nvidia", "decode, head_dim 64"): 10,  # sm_80's 8; none elsewhere
     ("nvidia", "decode, large pages"): 10,  # sm_120's 8; none elsewhere
@@ -95,9 +96,13 @@ SPILL_BOUNDS = {
     ("nvidia", "prefill, packed and paged"): 32,
     ("nvidia", "int8, chunk"): 128,  # sm_90's 112
     ("nvidia", "int8, decode, factors of heads"): 10,  # sm_90's 8
-    ("nvidia", "float8, chunk, head_dim 256"): 420,  # sm_90's 336
+    ("nvidia", "float8, chunk, head_dim 256"): 640,  # sm_100's 504; sm_90's 336
     ("rdna", "prefill, head_dim 256"): 256,
     ("rdna", "decode, float32"): 1200,
+    ("rdna", "int8, decode"): 256,  # gfx1100's 196; none with two warps
+    ("rdna", "int8, decode, factors of heads"): 256,  # gfx1100's 208
+    ("rdna", "int8, batch-invariant"): 420,  # gfx1100's 340
+    ("rdna", "float8, chunk, head_dim 256"): 200,  # gfx1201's 156
 }
 
 
