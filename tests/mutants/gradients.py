@@ -49,7 +49,7 @@ BACKWARD = [
     Mutant(
         "joint gradients: keys that no query sees are read", DKV,
         "seen_begin, seen_end = visible_keys(0, seqlen_q - 1, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)",
-        "seen_begin, seen_end = 0, seqlen_k",
+        "seen_begin, seen_end = visible_keys(0, seqlen_q - 1, seqlen_k, low, high, False, False)",
         f"{BY_GATES}test_keys_that_no_query_sees_may_hold_anything", "causal and nan and float16", "are not close",
     ),
     Mutant(
