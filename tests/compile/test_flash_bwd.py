@@ -34,7 +34,8 @@ def check(job: dict[str, Any], facts: dict[str, Any]) -> None:
         if job["problem"]["dtype"] != "float32" and has_products:
             assert matrix_instructions(launch["instructions"], job["arch"]) > 0, what
             if job["arch"] in WITH_MMA:  # ptxas sometimes gives a thread 32 registers, and spills thousands of bytes
-                most = 896 if "dbias" in launch["name"] else 512  # of a bias at 256, none of it in the loop
+                # Of a bias at 256, none of it in the loop; of joint configs, with Triton 3.6 and 3.9 up to 704.
+                most = 896 if "dbias" in launch["name"] or "joint" in job else 512
                 assert launch["spill_bytes"] <= most, f"{what}, {launch['spill_bytes']} bytes spilled"
 
 
