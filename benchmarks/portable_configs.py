@@ -1,13 +1,11 @@
 """Times configs of `flash_fwd` and `flash_bwd` in the code of an NVIDIA GPU with `mma` instructions, on a Hopper GPU.
 
     PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask] [--seconds 150]
-        [--launches joint]
 
 No Ampere, Ada or consumer Blackwell GPU is at hand. Triton compiles for `--arch`, to `mma.sync` and `cp.async`, and
 ptxas assembles its PTX for Hopper, which executes these instructions too. Shared memory is padded so that an SM holds
 as many blocks as on the card, whose SM has less. What differs from the card: the rate of its matrix units and memory,
-clocks, and ptxas' schedule. So times are compared with each other only, config by config. With `--arch sm_90` the code
-is Hopper's own.
+clocks, and ptxas' schedule. So times are compared with each other only, config by config.
 
 Calls are 2 x 4096, heads * head_dim = 2048, at head_dim 64, 128 and 256: bfloat16 full and causal, full with a boolean
 mask or a bias for all heads, and float32 full, by default and in tf32. Results are compared with those of Hopper's
@@ -41,7 +39,6 @@ from warpwave.gpu import KIB, Gpu, current_gpu
 from warpwave.kernels import flash_bwd, flash_fwd
 from warpwave.kernels.flash_bwd import host
 from warpwave.kernels.flash_bwd.config import fitting as fitting_tiles
-from warpwave.kernels.flash_bwd.config import may_join
 from warpwave.kernels.flash_fwd.config import fitting
 from warpwave.problem import AttentionProblem, Causal, Operands
 from warpwave.runtime import launch
@@ -49,11 +46,8 @@ from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.output_files import write_whole
 
+SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB}
 SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
-SMEM_OF_SM = {
-    "sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB, "sm_90": SMEM_OF_HOPPER,
-}  # fmt: skip
-LAUNCHES = ("forward", "dq", "dkv", "joint")
 OF_QKV = (True, True, True, False, False, False)
 MOST_ERROR = 1e-2  # relative RMS; a wrong tile gives 0.1 or more
 CALLS = {"plain": ("full", "causal"), "mask": ("mask",), "bias": ("bias",), "float32": ("float32",), "tf32": ("tf32",)}
@@ -62,11 +56,10 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclass(frozen=True)
 class Job:
-    """What is timed, with one config.
+    """One launch, or the two of keys, with one config.
 
     Attributes:
-        launch: "forward"; "dq" or "dkv", the launch or launches of `flash_bwd` that compute it apart; or "joint", all
-            gradients by a joint config, with the zeros and the conversion of its sums.
+        launch: "forward", "dq" or "dkv".
         call: of `CALLS`.
         config: of `flash_fwd`, or a tile of `flash_bwd`.
     """
@@ -90,7 +83,7 @@ def problem_of(head_dim: int, call: str) -> AttentionProblem:
     )  # fmt: skip
 
 
-def jobs(arch: str, calls: Sequence[str], defaults: bool, launches: Sequence[str] = LAUNCHES) -> Iterator[Job]:
+def jobs(arch: str, calls: Sequence[str], defaults: bool) -> Iterator[Job]:
     """Returns the configs for a GPU, for each call and launch the default first, then the other candidates."""
     gpu = Gpu.for_arch(arch)
     for head_dim in HEAD_DIMS:
@@ -102,29 +95,23 @@ def jobs(arch: str, calls: Sequence[str], defaults: bool, launches: Sequence[str
                 "forward": [dispatch.default_config(flash_fwd, problem, gpu), *fitting(problem, gpu)],
                 "dq": [default.dq, *fitting_tiles(problem, gpu, False)],
                 "dkv": [default.dkv, *fitting_tiles(problem, gpu, True)],
-                "joint": fitting_tiles(problem, gpu, True, True) if may_join(problem, gpu) else [],
             }
-            for name in launches:
-                configs = found[name]
-                first = 0 if name == "joint" and not default.is_joint else 1
-                kept = configs[:first]
-                kept += [c for c in configs[first:] if not defaults and is_candidate(name, head_dim, call, c)]
+            for name, configs in found.items():
+                kept = configs[:1] + [c for c in configs[1:] if not defaults and is_candidate(name, head_dim, call, c)]
                 yield from (Job(arch, name, head_dim, call, c) for c in dict.fromkeys(kept))
 
 
 def is_candidate(name: str, head_dim: int, call: str, config: Any) -> bool:
     """Returns whether a config may be fast: its accumulators fit the registers, and a step is not too short."""
-    owns_keys = name in ("dkv", "joint")
-    owned, walked = (config.block_n, config.block_m) if owns_keys else (config.block_m, config.block_n)
+    owned, walked = (config.block_n, config.block_m) if name == "dkv" else (config.block_m, config.block_n)
     threads = 32 * config.num_warps
-    has_both = name == "joint" or (name == "dkv" and head_dim <= 128)
-    accumulators = owned * head_dim / threads * (2 if has_both else 1)
+    accumulators = owned * head_dim / threads * (2 if name == "dkv" and head_dim <= 128 else 1)
     scores, stages = owned * walked / threads, config.num_stages
     # Masks and biases take registers too, and parts of float32 operands.
     is_plain = call in ("full", "causal")
     most_scores, most_stages = (64, 3) if is_plain else (32, 2)
     is_tile = owned >= walked and walked <= 64 and owned >= (64 if is_plain else 32)
-    has_stages = (2 if is_plain and head_dim <= 128 and name != "joint" else 1) <= stages <= most_stages
+    has_stages = (2 if is_plain and head_dim <= 128 else 1) <= stages <= most_stages
     return is_tile and 4 <= scores <= most_scores and accumulators <= 128 and has_stages
 
 
@@ -163,13 +150,6 @@ def tensors_of(head_dim: int, call: str) -> tuple[Operands, torch.Tensor]:
     return Operands(q, k, v, mask, scores if call == "bias" else None), dout
 
 
-def gradients_apart(problem: AttentionProblem, gpu: Gpu) -> flash_bwd.Config:
-    """Returns the default config of gradients that repeat, with launches apart."""
-    config = flash_bwd.default(replace(problem, deterministic=True), gpu)
-    assert config is not None
-    return config
-
-
 Prepared = tuple[list[Callable[[], Any]], Any, torch.Tensor]  # the launches, what they write, and out
 
 
@@ -183,8 +163,8 @@ def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Pr
         spec = flash_fwd.specify(problem, gpu, operands, out, lse, job.config)
         forward = (spec,) if isinstance(spec, launch.Launch) else spec
         return [partial(launch.bind(one), *one.tensors) for one in forward], (out, lse), out
-    config = gradients_apart(problem, gpu)
-    assert results is not None
+    config = flash_bwd.default(problem, gpu)
+    assert config is not None and results is not None
     config = replace(config, **{job.launch: job.config})
     outputs = host._allocator(problem, operands, OF_QKV, config)()
     specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, config)
@@ -203,8 +183,9 @@ def reference(place: Path, calls: Sequence[str]) -> None:
             launches, results, _ = prepared(Job(gpu.arch, "forward", head_dim, call, config), gpu, None)
             for one in launches:
                 one()
-            tile = gradients_apart(problem, gpu).dq
-            launches, outputs, _ = prepared(Job(gpu.arch, "dq", head_dim, call, tile), gpu, results)
+            tiles = flash_bwd.default(problem, gpu)
+            assert tiles is not None
+            launches, outputs, _ = prepared(Job(gpu.arch, "dq", head_dim, call, tiles.dq), gpu, results)
             for one in launches:
                 one()
             kept = {"results": results, "gradients": outputs[:3], "statistics": outputs.statistics}
@@ -241,10 +222,8 @@ def peers(calls: Sequence[str]) -> list[dict[str, Any]]:
 
 def timed_part(job: Job, place: Path) -> tuple[Callable[[], None], Callable[[], float]]:
     """Returns the launches that a job is about, and `error()`: their error relative to Hopper's own code."""
-    wanted, gpu = expected(place, job.head_dim, job.call), Gpu.for_arch(job.arch)
-    if job.launch == "joint":
-        return jointly(job, gpu, wanted)
-    calls, outputs, out = prepared(job, gpu, wanted["results"])
+    wanted = expected(place, job.head_dim, job.call)
+    calls, outputs, out = prepared(job, Gpu.for_arch(job.arch), wanted["results"])
     if job.launch == "forward":
         pairs = [(out, wanted["results"][0])]
     else:
@@ -256,29 +235,11 @@ def timed_part(job: Job, place: Path) -> tuple[Callable[[], None], Callable[[], 
         for call in calls:
             call()
 
-    return run, lambda: largest_error(pairs)
-
-
-def jointly(job: Job, gpu: Gpu, wanted: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], float]]:
-    """Returns `timed_part` of all gradients by a joint config."""
-    problem, (operands, dout) = problem_of(job.head_dim, job.call), tensors_of(job.head_dim, job.call)
-    config = replace(gradients_apart(problem, gpu), dkv=job.config, split_dkv=False, is_joint=True)
-    bound, results = flash_bwd.bind(problem, gpu, operands, OF_QKV, config), tuple(wanted["results"])
-
-    def run() -> None:
-        bound(operands, results, dout, None)
-
     def error() -> float:
-        found = bound(operands, results, dout, None)
-        return largest_error(list(zip(found[:3], wanted["gradients"], strict=True)))
+        differences = [((a.float() - b.float()).square().mean() / b.float().square().mean()).sqrt() for a, b in pairs]
+        return max(difference.item() for difference in differences)
 
     return run, error
-
-
-def largest_error(pairs: Sequence[tuple[Any, Any]]) -> float:
-    """Returns the largest relative RMS of the differences of pairs of tensors."""
-    differences = [((a.float() - b.float()).square().mean() / b.float().square().mean()).sqrt() for a, b in pairs]
-    return max(difference.item() for difference in differences)
 
 
 def compile_one(arguments: tuple[Job, Path]) -> str:
@@ -296,12 +257,10 @@ def compile_one(arguments: tuple[Job, Path]) -> str:
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def of_arch(
-    arch: str, calls: Sequence[str], place: Path, seconds: float, defaults: bool, launches: Sequence[str]
-) -> list[dict[str, Any]]:
+def of_arch(arch: str, calls: Sequence[str], place: Path, seconds: float, defaults: bool) -> list[dict[str, Any]]:
     """Returns the measurements for a GPU."""
     begin, found = time.monotonic(), []
-    all_jobs = list(jobs(arch, calls, defaults, launches))
+    all_jobs = list(jobs(arch, calls, defaults))
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         failures = list(pool.map(compile_one, [(job, place) for job in all_jobs]))
     print(f"{arch}: {len(all_jobs)} configs compiled after {time.monotonic() - begin:.0f} s", flush=True)
@@ -326,7 +285,6 @@ def main() -> int:
     parser.add_argument("record", type=Path)
     parser.add_argument("--arch", nargs="*", choices=tuple(SMEM_OF_SM), default=["sm_80", "sm_89"])
     parser.add_argument("--calls", nargs="*", choices=tuple(CALLS), default=["plain"])
-    parser.add_argument("--launches", nargs="*", choices=LAUNCHES, default=LAUNCHES)
     parser.add_argument("--defaults", action="store_true", help="no other candidates")
     parser.add_argument("--seconds", type=float, default=150.0, help="for each GPU")
     args = parser.parse_args()
@@ -339,8 +297,7 @@ def main() -> int:
         found += alone.submit(peers, calls).result()
     for arch in args.arch:
         with ProcessPoolExecutor(1, context) as alone:
-            job = alone.submit(of_arch, arch, calls, place, args.seconds, args.defaults, args.launches)
-            found += job.result()
+            found += alone.submit(of_arch, arch, calls, place, args.seconds, args.defaults).result()
         whole = {"environment": environment.describe("cuda"), "rows": found}
         write_whole(args.record, json.dumps(whole, indent=1) + "\n")
     for path in place.iterdir():

@@ -75,8 +75,6 @@ def unwritten(results: Iterable[Compiled]) -> list[str]:
 def portable_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -> dict[str, Any]:
     config, given = flash_bwd.default(problem, gpu), operands_without_memory(problem)
     assert config is not None
-    if "joint" in job:
-        config = replace(config, dkv=flash_bwd.Tile(*job["joint"]), split_dkv=False, is_joint=True)
 
     def like(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
@@ -84,15 +82,9 @@ def portable_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu)
     out = torch.empty((*given.q.shape[:-1], problem.head_dim_v), dtype=given.q.dtype, device="meta")
     rows = torch.empty(16, dtype=torch.float32, device="meta")
     outputs = Outputs(
-        dq=None if config.is_joint else like(given.q),
-        dk=like(given.k),
-        dv=like(given.v),
-        dbias=like(given.bias),
-        dq_sums=like(given.q.float()) if config.is_joint else None,
-        statistics=rows.to(torch.int64),
-        of_slopes=None if given.alibi_slopes is None else rows,
-        of_sinks=None if given.sinks is None else rows,
-    )
+        like(given.q), like(given.k), like(given.v), like(given.bias), rows.to(torch.int64),
+        None if given.alibi_slopes is None else rows, None if given.sinks is None else rows,
+    )  # fmt: skip
     specs = flash_bwd.specify(problem, gpu, given, (out, rows), out, rows, outputs, config)
     results, is_hopper = [compile_launch(spec, gpu) for spec in specs], job["arch"] == "sm_90"
     found = []

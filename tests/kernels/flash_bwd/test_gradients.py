@@ -19,9 +19,7 @@ from tests.conformance.test_probes import retrieval
 from tests.kernels.flash_bwd.calls import (
     ALL,
     CASE,
-    JOINT,
     SMALL,
-    assert_same,
     differentiate,
     flash_forward,
     forward,
@@ -85,14 +83,6 @@ def test_pairs_of_features(nth: int, case: Case) -> None:
     check(case, DATA_SETS[nth % 3])
 
 
-JOINT_GRID = GRID | {"dtype": ("float16", "bfloat16")}
-
-
-@pytest.mark.parametrize(("nth", "case"), list(enumerate(cases.pairwise(JOINT_GRID))), ids=str)
-def test_pairs_of_features_jointly(nth: int, case: Case) -> None:
-    check(case, DATA_SETS[nth % 3], JOINT)
-
-
 FULL = pytest.mark.full
 
 
@@ -102,12 +92,10 @@ def test_each_feature_alone(features: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dims", [(1, 1), (17, 33), (59, 40), (80, 96), (129, 129), (192, 128), (16, 200)], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "joint"), [("float16", False), ("float16", True), pytest.param("float32:ieee", False, marks=FULL)]
-)
-def test_head_sizes(dims: tuple[int, int], dtype: str, joint: bool) -> None:
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32:ieee", marks=FULL)])
+def test_head_sizes(dims: tuple[int, int], dtype: str) -> None:
     case = replace(CASE, dtype=dtype, dims=dims, heads=(1, 1), lengths=(33, 40), causal="bottom_right", batch=1)
-    check(case, "normal", Config(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), is_joint=joint))
+    check(case, "normal", Config(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32:ieee", pytest.param("float32:tf32x3", marks=FULL)])
@@ -118,11 +106,11 @@ def test_behind_the_portable_forward(dtype: str, features: dict[str, Any]) -> No
     check(case, "sharp", results=flash_forward(cases.build(case, "sharp", DEVICE)))
 
 
-@pytest.mark.parametrize("launches", [{}, {"split_dkv": True}, {"is_joint": True}], ids=["apart", "split", "joint"])
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("tiles", [(16, 64), (128, 16)], ids=str)
-def test_tiles(tiles: tuple[int, int], launches: dict[str, bool]) -> None:
-    tile, case = Tile(*tiles, 4, 1), replace(CASE, causal="bottom_right", window=(W, -1), heads=(1, 1))
-    check(case, "normal", Config(tile, tile, **launches))
+def test_tiles(tiles: tuple[int, int], split: bool) -> None:
+    tile = Tile(*tiles, 4, 1)
+    check(replace(CASE, causal="bottom_right", window=(W, -1), heads=(1, 1)), "normal", Config(tile, tile, split))
 
 
 SHAPES = [(b, h, m, n) for b in (1, 2) for h in (1, 2) for m in (1, 37) for n in (1, 40)]
@@ -153,21 +141,6 @@ WANTED = [tuple(i == j for j in range(6)) for i in range(6)] + [
     (False, False, False, False, False, False),
     (False, True, True, True, True, False),
 ]
-
-
-def test_a_joint_config_computes_dq_alone_as_any_other() -> None:
-    """Without dk there is no launch that owns keys and computes dS."""
-    call = cases.build(replace(CASE, alibi="heads", sinks=True, lengths=(20, 33)), "normal", DEVICE)
-    dout, dlse = upstream(call)
-    apart, joint = (differentiate(call, dout, dlse, ALL, config) for config in (SMALL, JOINT))
-    torch.testing.assert_close(joint[:3], apart[:3], rtol=2e-3, atol=1e-3)
-    for wanted in WANTED:
-        found = differentiate(call, dout, dlse, wanted, JOINT)
-        assert [grad is not None for grad in found] == [w and e is not None for w, e in zip(wanted, apart, strict=True)]
-        if not wanted[1]:
-            assert bits(found.dq) == bits(apart.dq if wanted[0] else None)
-    slopes_too = differentiate(call, dout, dlse, (True, True, True, False, True, True), JOINT)
-    assert bits(*slopes_too[4:]) == bits(*apart[4:])
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float32:ieee", marks=FULL)])
@@ -222,11 +195,9 @@ def test_layouts_of_what_arrives() -> None:
         assert bits(*several) == bits(*run(call.operands, (out, lse), ones.contiguous(), None))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sinks", "config"), [("float16", True, SMALL), ("float16", False, JOINT), ("float32:ieee", False, SMALL)]
-)
+@pytest.mark.parametrize(("dtype", "sinks"), [("float16", True), ("float32:ieee", False)])
 @pytest.mark.parametrize("blind", BLIND)
-def test_rows_that_see_nothing(blind: str, dtype: str, sinks: bool, config: Config) -> None:
+def test_rows_that_see_nothing(blind: str, dtype: str, sinks: bool) -> None:
     """Their dq is 0, and NaN in them or in what arrives there has no effect on any gradient."""
     case = replace(CASE, dtype=dtype, sinks=sinks, heads=(1, 1), **BLIND[blind])
     call = cases.build(case, "normal", DEVICE)
@@ -234,13 +205,13 @@ def test_rows_that_see_nothing(blind: str, dtype: str, sinks: bool, config: Conf
     unseen = ~(torch.cat(seen) if call.problem.packed else torch.stack(seen))
     assert unseen.any()
     dout, dlse = upstream(call)
-    expected = differentiate(call, dout, dlse, ALL, config)
+    expected = differentiate(call, dout, dlse)
     assert expected.dq[unseen].eq(0).all()
     q, dout_with_nan = call.operands.q.clone(), dout.clone()
     q[unseen] = dout_with_nan[unseen] = torch.nan
     results = forward(call)
     poisoned = with_operands(call, q=q)
-    assert_same(differentiate(poisoned, dout_with_nan, dlse, ALL, config, results), expected, config)
+    assert bits(*differentiate(poisoned, dout_with_nan, dlse, results=results)) == bits(*expected)
 
 
 HIDDEN: dict[str, dict[str, Any]] = {
@@ -252,23 +223,20 @@ HIDDEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value", "config"),
-    [("float16", torch.inf, SMALL), ("float16", torch.nan, JOINT), ("float32:ieee", torch.nan, SMALL)],
-)
+@pytest.mark.parametrize(("dtype", "value"), [("float16", torch.inf), ("float32:ieee", torch.nan)])
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_keys_that_no_query_sees_may_hold_anything(hidden: str, dtype: str, value: float, config: Config) -> None:
+def test_keys_that_no_query_sees_may_hold_anything(hidden: str, dtype: str, value: float) -> None:
     call = cases.build(replace(CASE, dtype=dtype, heads=(1, 1), **HIDDEN[hidden]), "normal", DEVICE)
     shown = [rows.any(1).T for rows in harness.visible(call)]  # [keys, heads] each
     unseen = ~(torch.cat(shown) if call.problem.packed else torch.stack(shown))
     assert unseen.any()
     dout, dlse = upstream(call)
     results = forward(call)
-    expected = differentiate(call, dout, dlse, ALL, config, results)
+    expected = differentiate(call, dout, dlse, results=results)
     k, v = call.operands.k.clone(), call.operands.v.clone()
     k[unseen] = v[unseen] = value
-    found = differentiate(with_operands(call, k=k, v=v), dout, dlse, ALL, config, results)
-    assert_same(found, expected, config)
+    found = differentiate(with_operands(call, k=k, v=v), dout, dlse, results=results)
+    assert bits(*found) == bits(*expected)
     assert found.dk[unseen].eq(0).all() and found.dv[unseen].eq(0).all()
 
 
@@ -307,18 +275,16 @@ def test_no_batch() -> None:
     assert [grad.shape for grad in differentiate(call, q.new_zeros(0, 37, 2, 24))[:3]] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("config", [SMALL, JOINT])
-def test_tokens_of_no_sequence_get_zeros(config: Config) -> None:
+def test_tokens_of_no_sequence_get_zeros() -> None:
     call = cases.build(replace(CASE, packed=True, batch=3), "normal", DEVICE)
     dout, dlse = upstream(call)
     cu_seqlens_q, cu_seqlens_k = (torch.minimum(t, t[-1] - 9) for t in call.operands[-2:])
     call = with_operands(call, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    found = differentiate(call, dout, dlse, ALL, config)
+    found = differentiate(call, dout, dlse)
     assert all(grad[-9:].eq(0).all() and not grad.isnan().any() for grad in found[:3])
 
 
-@pytest.mark.parametrize("config", [SMALL, JOINT])
-def test_any_numbers_as_offsets_stay_inside_the_tensors(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_numbers_as_offsets_stay_inside_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     call = cases.build(replace(CASE, packed=True, batch=3, sinks=True, alibi="batch", heads=(1, 1)), "normal", DEVICE)
     dout, dlse = upstream(call)
     results = forward(call)
@@ -330,7 +296,7 @@ def test_any_numbers_as_offsets_stay_inside_the_tensors(config: Config, monkeypa
         operands = call.operands._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens.flip(0))
         placed = Operands(*(None if t is None else guards.place(t) for t in operands))
         given = [guards.place(t) for t in (*results, dout, dlse)]
-        differentiate(call._replace(operands=placed), given[2], given[3], ALL, config, (given[0], given[1]))
+        differentiate(call._replace(operands=placed), given[2], given[3], results=(given[0], given[1]))
         guards.assert_intact()
         guards.buffers.clear()
 

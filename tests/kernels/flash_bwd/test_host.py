@@ -59,30 +59,6 @@ def test_cost_by_hand() -> None:
     assert split.launches == 3 and split.flops - cost.flops == 2 * of_keys * 64 * 32 * 128
 
 
-def test_cost_of_a_joint_config_by_hand() -> None:
-    config = Config(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), is_joint=True)
-    cost = flash_bwd.cost(PROBLEM, H200, config)
-    steps, rows = 10 * 5 * 4 * 2, 2 * 300 * 4
-    assert cost.flops == 2 * steps * 64 * 32 * (3 * 128 + 2 * 64), "five products; head_dim 80 is padded to 128"
-    assert cost.added_bytes == 4 * steps * 32 * 80
-    assert cost.launches == 4 and cost.workspace_bytes == rows * (8 + 4 * 80)
-    apart = flash_bwd.cost(PROBLEM, H200, replace(config, is_joint=False))
-    assert cost.flops < apart.flops and cost.repeated_flops == 0 < apart.repeated_flops
-
-
-def test_joint_configs() -> None:
-    for arch in ("sm_80", "sm_89", "sm_90", "sm_120"):
-        gpu = Gpu.for_arch(arch)
-        joint = [c for c in flash_bwd.configs(PROBLEM, gpu) if c.is_joint]
-        assert joint and not any(c.split_dkv for c in joint), arch
-        for changed in (replace(PROBLEM, dtype="float32"), replace(PROBLEM, deterministic=True)):
-            assert not any(c.is_joint for c in flash_bwd.configs(changed, gpu)), arch
-    for arch in ("sm_100", "gfx942", "gfx1100"):
-        assert not any(c.is_joint for c in flash_bwd.configs(PROBLEM, Gpu.for_arch(arch)))
-    with pytest.raises(ValueError, match="split_dkv"):
-        Config(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), split_dkv=True, is_joint=True)
-
-
 def test_hidden_tiles_cost_nothing() -> None:
     square = replace(PROBLEM, seqlen_q=1024, seqlen_k=1024)
     config = Config(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))

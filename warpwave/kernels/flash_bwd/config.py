@@ -43,29 +43,11 @@ class Config:
         dq: of the launch that owns `block_m` queries and walks keys; the launch of the bias has the same tile.
         dkv: of the launch that owns `block_n` keys and walks queries.
         split_dkv: whether dk and dv take a launch each: one product more, and half the accumulators of a thread.
-        is_joint: whether the launch that owns keys also computes dq, in no fixed order (dkv.py). The launch that owns
-            queries then computes statistics, and the gradient of slopes if it is wanted.
     """
 
     dq: Tile
     dkv: Tile
     split_dkv: bool = False
-    is_joint: bool = False
-
-    def __post_init__(self) -> None:
-        if self.split_dkv and self.is_joint:
-            raise ValueError("a joint config computes dk and dv in one launch: split_dkv must be False")
-
-
-def may_join(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Returns whether joint configs are candidates for the gradients of a problem.
-
-    In float32 the launch that owns queries multiplies all pairs for its statistics anyway. With tcgen05 the five
-    products do not fit tensor memory, and in place of the kernel Triton 3.7 compiles a trap. On AMD an atomic addition
-    is a loop of comparisons on gfx908, gfx90a and gfx1100, and on RDNA the kernel spills 1,468 bytes and more.
-    """
-    can_add = gpu.vendor == "nvidia" and gpu.capability not in (100, 103)
-    return can_add and problem.dtype != "float32" and not problem.deterministic
 
 
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
@@ -80,16 +62,12 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
-    of_keys = smem_of_tile(problem, gpu, config.dkv, True, config.is_joint)
-    return max(smem_of_tile(problem, gpu, config.dq, False), of_keys)
+    return max(smem_of_tile(problem, gpu, config.dq, False), smem_of_tile(problem, gpu, config.dkv, True))
 
 
-def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool, is_joint: bool = False) -> int:
-    """Returns `smem_bytes` of one launch.
-
-    Args:
-        owns_keys: whether a block owns keys and walks queries, or owns queries and walks keys.
-        is_joint: whether the launch that owns keys also computes dq.
+def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
+    """Returns `smem_bytes` of one launch. Args: owns_keys: whether a block owns keys and walks queries, or owns queries
+    and walks keys.
     """
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
     widths = tile_widths(problem, gpu, owned)
@@ -114,8 +92,6 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
         # Parts of operands are in registers; scores are exchanged several times (compiled figures).
         beside = size * (walked * sum(widths) // 2 + 10 * score) + (size * owned * sum(widths) if has_mask else 0)
         beside += 3 * 1024
-    if is_joint and gpu.capability == 90:  # K again, in the layout of the product with dS (compiled figures)
-        beside += size * owned * widths[0] * (1 if widths[0] <= 128 else 2) + 2 * size * score
     return size * owned * sum(widths) + arriving + beside + 2 * size * score + 2 * 1024
 
 
@@ -131,31 +107,26 @@ def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the default first, then every config that differs from it in the tile of one launch, and the joint ones
-    with each tile of keys."""
+    """Returns the default first, then every config that differs from it in the tile of one launch."""
     first = default(problem, gpu)
     if first is None:
         return []
     others = [replace(first, dq=tile) for tile in fitting(problem, gpu, False)]
     others += [replace(first, dkv=tile) for tile in fitting(problem, gpu, True)]
-    if may_join(problem, gpu):
-        joint = replace(first, split_dkv=False, is_joint=True)
-        others += [replace(joint, dkv=tile) for tile in fitting(problem, gpu, True, True)]
     return [first, *(c for c in others if c != first)]
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """Returns the config used for the gradients of a problem; None if no config fits."""
     table = of_table(problem, gpu)
-    dq = _fitted(problem, gpu, table.dq, False)
-    dkv = _fitted(problem, gpu, table.dkv, True, table.is_joint)
-    return None if dq is None or dkv is None else replace(table, dq=dq, dkv=dkv)
+    tiles = [_fitted(problem, gpu, tile, owns) for tile, owns in ((table.dq, False), (table.dkv, True))]
+    return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1], table.split_dkv)
 
 
-def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool, is_joint: bool = False) -> Tile | None:
+def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Tile | None:
     """Returns the tile, or the largest smaller one that fits: fewer tiles in flight, then fewer rows of the walked
     operands, then fewer of the owned ones; None if none fits."""
-    candidates = fitting(problem, gpu, owns_keys, is_joint)
+    candidates = fitting(problem, gpu, owns_keys)
     owned, walked = ("block_n", "block_m") if owns_keys else ("block_m", "block_n")
     while tile not in candidates:
         if tile.num_stages > 1:
@@ -170,16 +141,12 @@ def _fitted(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool, is
 
 
 @by_kind
-def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool, is_joint: bool = False) -> list[Tile]:
+def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
     """Returns the tiles of one launch that fit the GPU's shared memory, except those that are slow on Hopper."""
-    most = gpu.smem_per_block_bytes
-    found = [tile for tile in space() if smem_of_tile(problem, gpu, tile, owns_keys, is_joint) <= most]
+    found = [tile for tile in space() if smem_of_tile(problem, gpu, tile, owns_keys) <= gpu.smem_per_block_bytes]
     if gpu.capability == 90 and (problem.dtype != "float32" or dot_precision(problem, gpu) != "ieee"):
-        # Two warpgroups on 64 rows split the columns of a wgmma between them (flash_fwd's config). Above head_dim 128
-        # only such joint tiles have room for their sums.
-        is_wide = max(problem.head_dim, problem.head_dim_v) > 128
-        if not (is_joint and is_wide):
-            found = [t for t in found if not (t.num_warps == 8 and (t.block_n if owns_keys else t.block_m) == 64)]
+        # Two warpgroups on 64 rows split the columns of a wgmma between them (flash_fwd's config).
+        found = [t for t in found if not (t.num_warps == 8 and (t.block_n if owns_keys else t.block_m) == 64)]
     return found
 
 

@@ -20,10 +20,8 @@ from warpwave.kernels.cost import (
     waits_for_memory,
 )
 from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, smem_in_use, smem_of_tile
-from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_keys, of_queries, of_rows, of_zeros
-from warpwave.problem import DTYPE_BYTES, AttentionProblem
-
-ROW_BLOCK = 512  # elements of a block of torch's elementwise kernels, 128 threads of four
+from warpwave.kernels.gradient_costs import of_keys, of_queries, of_zeros
+from warpwave.problem import AttentionProblem
 
 LAUNCHES_OF_KEYS = {  # split_dkv -> (products, those that an earlier launch has computed) of each launch
     False: (((2, 2), (0, 0)),),
@@ -35,50 +33,15 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what the launches of dq, dk and dv move and compute: whole tiles, padding included.
 
     There are seven products: S, dP and dQ in the first launch, S, dP, dV and dK in the second. If dk and dv take a
-    launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products. A joint
-    launch computes five.
+    launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products.
     """
     rows = problem.rows * problem.num_heads_q
-    if config.is_joint:
-        return _jointly(problem, gpu, config)
     # Some tokens of a packed call may belong to no sequence.
     parts = [of_zeros(problem, launches=3)] if problem.packed else []
     parts.append(_of_queries(problem, gpu, config.dq))
     for products, repeats in LAUNCHES_OF_KEYS[config.split_dkv]:
         parts.append(_of_keys(problem, gpu, config.dkv, products, repeats))
     return in_turn(parts, workspace_bytes=8 * rows)
-
-
-def _jointly(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns `cost` of a joint config: zeros for the sums of dq, statistics, all products, and dq from its sums. In a
-    packed call dk and dv begin as zeros."""
-    rows, size = problem.rows * problem.num_heads_q, DTYPE_BYTES[problem.dtype]
-    width_k, width_v = problem.head_dim, problem.head_dim_v
-    sums, statistics = 4 * rows * width_k, STATISTICS_BYTES * rows
-    zeros = sums + (size * keys_of(problem) * (width_k + width_v) if problem.packed else 0)
-    tile, dq = config.dkv, config.dq
-    blocks = -(-problem.seqlen_q // dq.block_m) * problem.num_heads_q * problem.batch
-    threads = dq.num_warps * gpu.warp_size
-    walk = _of_keys(problem, gpu, tile, (2, 2), (0, 0), is_joint=True)
-    columns = tile_widths(problem, gpu, tile.block_n)[0]
-    added = 4 * walk.steps * tile.block_m * width_k
-    group = problem.num_heads_q // problem.num_heads_kv
-    walk = replace(
-        walk,
-        flops=walk.flops + 2 * walk.steps * tile.block_m * tile.block_n * columns,
-        write_bytes=walk.write_bytes + added,
-        added_bytes=added,
-        # The sums enter and leave L2 once if those of all heads do not fit.
-        scratch_bytes=walk.scratch_bytes + 2 * min(added, sums),
-        walked_bytes=walk.walked_bytes + 4 * group * problem.seqlen_q * width_k,
-    )
-    parts = (
-        Cost(0, 0, 0, 0, zeros, first_bytes=zeros, launches=3 if problem.packed else 1),
-        of_rows(blocks, rows * (2 * size * width_v + 4), statistics, statistics, threads),
-        walk,
-        of_rows(-(-rows * width_k // ROW_BLOCK), sums, size * rows * width_k, sums, 128),
-    )
-    return in_turn(parts, workspace_bytes=sums + statistics)
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -117,24 +80,17 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
 
 
 def _of_keys(
-    problem: AttentionProblem,
-    gpu: Gpu,
-    tile: Tile,
-    products: tuple[int, int],
-    repeats: tuple[int, int],
-    is_joint: bool = False,
+    problem: AttentionProblem, gpu: Gpu, tile: Tile, products: tuple[int, int], repeats: tuple[int, int]
 ) -> Cost:
     """Returns `cost` of a launch that owns keys."""
     widths = tile_widths(problem, gpu, tile.block_n)
     walk = of_keys(problem, tile.block_m, tile.block_n, widths, products, repeats)
     if problem.packed or problem.has_band:
         walk = replace(walk, order=launch_order_by_keys(problem, tile.block_m, tile.block_n))
-    return _with_tile(walk, problem, gpu, tile, True, is_joint)
+    return _with_tile(walk, problem, gpu, tile, True)
 
 
-def _with_tile(
-    walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool, is_joint: bool = False
-) -> Cost:
+def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Cost:
     """Returns the cost of a launch with the SM resources of its tile."""
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
     widths = tile_widths(problem, gpu, owned)
@@ -150,7 +106,7 @@ def _with_tile(
         scores = tile.block_m * tile.block_n
         elements = walk.steps * ((2 if owns_keys else 1) * (scores + walked * sum(widths)))
         split["conversions"] = conversions(problem, gpu, elements, owned, tile.num_warps)
-    smem = smem_of_tile(problem, gpu, tile, owns_keys, is_joint)
+    smem = smem_of_tile(problem, gpu, tile, owns_keys)
     in_use = smem if gpu.vendor == "amd" else min(smem, smem_in_use(problem, gpu, tile, owns_keys))
     return replace(
         walk,

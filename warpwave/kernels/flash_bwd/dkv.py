@@ -1,11 +1,8 @@
-"""Device code of the launch that owns keys: dk and dv, and dq if it is joint.
+"""Device code of the launch that owns keys: dk and dv.
 
 A block owns BLOCK_N keys of one kv head and walks the queries that see them, of each query head of the group in turn.
 The gradients of the group add up in its registers, so no other block writes to them and their sum has a fixed order.
 Scores are computed transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T then enter the products from registers.
-
-A joint launch multiplies dS by K too, and adds the product to float32 sums of dq in memory by atomic operations, as
-FlashAttention-2 does. Five products take the place of seven, but the sums have no fixed order.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ from warpwave.kernels.primitives import (
     tile_of,
     tile_pointers,
     transposed,
-    visible_keys,
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -53,7 +49,6 @@ def flash_bwd_dkv_kernel(
     statistics: OfHeads,
     dk_tensor: InUnits,
     dv_tensor: InUnits,
-    dq_sums: InUnits,
     num_heads_q,
     group_size,
     BLOCK_M: tl.constexpr,
@@ -68,9 +63,8 @@ def flash_bwd_dkv_kernel(
     TWO_LOOPS: tl.constexpr,
     WRITE_DK: tl.constexpr,
     WRITE_DV: tl.constexpr,
-    ADD_DQ: tl.constexpr,
 ):
-    """Computes dk and dv of one tile of keys of one kv head, and with ADD_DQ their part of dq / softmax_scale."""
+    """Computes dk and dv of one tile of keys of one kv head."""
     q_tensor = in_elements(q_tensor, STRIDE_UNIT)
     k_tensor = in_elements(k_tensor, STRIDE_UNIT)
     v_tensor = in_elements(v_tensor, STRIDE_UNIT)
@@ -79,8 +73,6 @@ def flash_bwd_dkv_kernel(
         dk_tensor = in_elements(dk_tensor, STRIDE_UNIT)
     if WRITE_DV:
         dv_tensor = in_elements(dv_tensor, STRIDE_UNIT)
-    if ADD_DQ:
-        dq_sums = in_elements(dq_sums, STRIDE_UNIT)
 
     num_tiles = tl.cdiv(sequences.seqlen_k, BLOCK_N)
     num_heads_kv = num_heads_q // group_size
@@ -90,7 +82,7 @@ def flash_bwd_dkv_kernel(
     batch = (batch_head // num_heads_kv).to(tl.int64)
 
     q_ptr, k_ptr, v_ptr, dout_ptr = q_tensor.ptr, k_tensor.ptr, v_tensor.ptr, dout_tensor.ptr
-    dk_ptr, dv_ptr, dq_ptr, statistics_ptr = dk_tensor.ptr, dv_tensor.ptr, dq_sums.ptr, statistics.ptr
+    dk_ptr, dv_ptr, statistics_ptr = dk_tensor.ptr, dv_tensor.ptr, statistics.ptr
     seqlen_q, seqlen_k = sequences.seqlen_q, sequences.seqlen_k
     if sequences.IS_VARLEN:
         q_begin, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
@@ -106,8 +98,6 @@ def flash_bwd_dkv_kernel(
             dk_ptr += k_begin * dk_tensor.stride_m
         if WRITE_DV:
             dv_ptr += k_begin * dv_tensor.stride_m
-        if ADD_DQ:
-            dq_ptr += q_begin * dq_sums.stride_m
     q_ptr += batch * q_tensor.stride_b
     k_ptr += batch * k_tensor.stride_b + kv_head * k_tensor.stride_h
     v_ptr += batch * v_tensor.stride_b + kv_head * v_tensor.stride_h
@@ -126,12 +116,8 @@ def flash_bwd_dkv_kernel(
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     k = tile_pointers(k_ptr, keys, dims, k_tensor.stride_m, k_tensor.stride_d)
-    seen_begin, seen_end = 0, seqlen_k
-    if ADD_DQ:
-        # Keys that no query sees are not read: NaN there must have no effect on dq.
-        seen_begin, seen_end = visible_keys(0, seqlen_q - 1, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
-    k = load_tile(k, keys, dims, seen_begin, seen_end, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    k_parts = operand(k, PRECISION, IS_NVIDIA)
+    k = load_tile(k, keys, dims, 0, seqlen_k, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
+    k = operand(k, PRECISION, IS_NVIDIA)
     if WRITE_DK:
         v = tile_pointers(v_ptr, keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
         v = load_tile(v, keys, dims_v, 0, seqlen_k, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
@@ -139,8 +125,6 @@ def flash_bwd_dkv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     first_rows = tl.arange(0, BLOCK_M)
-    if ADD_DQ:
-        dq_ptr += batch * dq_sums.stride_b
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
     for member in range(group_size):
@@ -153,8 +137,6 @@ def flash_bwd_dkv_kernel(
         dout_pointers = tile_pointers(
             dout_ptr + head * dout_tensor.stride_h, first_rows, dims_v, dout_tensor.stride_m, 1
         )
-        if ADD_DQ:
-            dq_pointers = tile_pointers(dq_ptr + head * dq_sums.stride_h, first_rows, dims, dq_sums.stride_m, 1)
         mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
         for CHECK in tl.static_range(0 if TWO_LOOPS else 1, 2):
             begin, end = steps_of(first, whole_begin, whole_end, row_end, CHECK, TWO_LOOPS)
@@ -178,7 +160,7 @@ def flash_bwd_dkv_kernel(
                     statistics_pointers + tile_offset, rows, row_begin, row_end, CHECK
                 )  # [BLOCK_M], each
                 q_parts = operand(q, PRECISION, IS_NVIDIA)
-                raw = product(k_parts, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
                 inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
                 scores, scale, derivative = score_tile(
                     raw, rows[None, :], keys[:, None], inside, at_edge, low, high, seqlen_k - seqlen_q,
@@ -206,17 +188,7 @@ def flash_bwd_dkv_kernel(
                         dp = tl.where(kept, dp * dropout.scale, 0.0)
                     ds = score_gradient(p, dp, delta[None, :], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
                     ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
-                    ds_parts = operand(ds.to(q.dtype), PRECISION, IS_NVIDIA)
-                    dk = product(ds_parts, q_parts, dk, PRECISION)
-                    if ADD_DQ:
-                        seen_parts = k_parts
-                        if rules.HAS_MASK or rules.HAS_BIAS:
-                            seen_parts = operand(tl.where(any_of(p, 1)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
-                        dq = product(transposed(ds_parts, PRECISION), seen_parts, None, PRECISION)
-                        inside = (rows < row_end)[:, None] & (dims < HEAD_DIM)[None, :]
-                        tl.atomic_add(
-                            dq_pointers + tile_offset * dq_sums.stride_m, dq, mask=inside, sem="relaxed"
-                        )  # [BLOCK_M, BLOCK_D]
+                    dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
 
     if WRITE_DK:
         dk_ptr += batch * dk_tensor.stride_b + kv_head * dk_tensor.stride_h

@@ -1,14 +1,13 @@
 """Gradients of exact attention by recomputation, portable Triton: every target of Triton, head_dim up to 256.
 
 Only out and the log-sum-exp of the forward are kept. One launch owns queries and walks keys, one owns keys and walks
-queries; each recomputes the probabilities of a tile. A joint config computes dQ in the launch that owns keys.
+queries; each recomputes the probabilities of a tile.
 
     P = exp(S - lse);   dV = P^T dO;   dS = P * (dO V^T - delta);   dQ = scale * dS K;   dK = scale * dS^T Q
     delta = rowsum(dO * out) - dlse
 
 Dao, "FlashAttention-2" (2023), algorithm 2, with a separate loop for dQ instead of atomic additions: seven products
-instead of five, each sum in a fixed order, and no later pass over dQ. A joint config is that algorithm unchanged. The
-gradient of a bias takes a third launch.
+instead of five, each sum in a fixed order, and no later pass over dQ. The gradient of a bias takes a third launch.
 
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
 """
@@ -63,8 +62,6 @@ class Outputs(NamedTuple):
 
     Attributes:
         dq, dk, dv, dbias: gradients, contiguous.
-        dq_sums: dq / softmax_scale in float32, contiguous, zeros before the launches. A joint config writes it in place
-            of dq.
         statistics: log-sum-exp and delta of each row (`tiles.store_statistics`), int64, shaped as lse.
         of_slopes, of_sinks: the contribution of each tile of queries to a gradient, float32 (batch, num_heads_q,
             tiles).
@@ -74,7 +71,6 @@ class Outputs(NamedTuple):
     dk: Any = None
     dv: Any = None
     dbias: Any = None
-    dq_sums: Any = None
     statistics: Any = None
     of_slopes: Any = None
     of_sinks: Any = None
@@ -117,7 +113,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
         tensors = _tensors(straightened, (out, lse), dout, dlse, outputs, config)
         for launcher, taken in zip(launchers, tensors, strict=True):
             launcher(*taken)
-        return _gradients(problem, operands, outputs, wanted)
+        return _gradients(operands, outputs, wanted)
 
     return run
 
@@ -169,9 +165,7 @@ def _allocator(
         return scratch.maker(t.shape, t.dtype, device)
 
     sources = (*operands[:3], operands.bias)
-    is_joint = config.is_joint and wanted[0] and wanted[1]  # dq is computed from dS, as dk is
-    own = (wanted[0] and not is_joint, *wanted[1:4])
-    makers = [maker(t) if want else None for t, want in zip(sources, own, strict=True)]
+    makers = [maker(t) if want else None for t, want in zip(sources, wanted, strict=False)]
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
     wanted_parts = [name for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want]
@@ -180,24 +174,19 @@ def _allocator(
 
     def allocate() -> Outputs:
         gradients = [None if make is None else make() for make in makers]
-        dq_sums = torch.zeros(operands.q.shape, dtype=torch.float32, device=device) if is_joint else None
-        parts = dict(zip(("statistics", *wanted_parts), workspace(), strict=True))
-        return Outputs(*gradients, **{"dq_sums": dq_sums, **parts})
+        return Outputs(*gradients, **dict(zip(("statistics", *wanted_parts), workspace(), strict=True)))
 
     return allocate
 
 
-def _gradients(problem: AttentionProblem, operands: AnyOperands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
-    dq, dslopes, dsinks = outputs.dq, None, None
-    if outputs.dq_sums is not None:
-        dq = torch.empty(operands.q.shape, dtype=operands.q.dtype, device=operands.q.device)
-        torch.mul(outputs.dq_sums, problem.softmax_scale, out=dq)
+def _gradients(operands: AnyOperands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
+    dslopes = dsinks = None
     if wanted[4]:
         of_slopes, slopes = outputs.of_slopes, operands.alibi_slopes
         dslopes = of_slopes.sum((0, 2) if slopes.dim() == 1 else 2).to(slopes.dtype)
     if wanted[5]:
         dsinks = outputs.of_sinks.sum((0, 2)).to(operands.sinks.dtype)
-    return (dq, *outputs[1:4], dslopes, dsinks)
+    return (*outputs[:4], dslopes, dsinks)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -217,7 +206,7 @@ def specify(
     results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous. outputs: the tensors to
     write; gradients are contiguous.
     """
-    out, (dq, dk, dv, dbias, dq_sums, _statistics, of_slopes, of_sinks) = results[0], outputs
+    out, (dq, dk, dv, dbias, _statistics, of_slopes, of_sinks) = results[0], outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
     unit = stride_unit(operands, out, dout, outputs)
 
@@ -281,12 +270,11 @@ def specify(
         launches.append(
             one(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
-                [*shared, *in_units(own_dk, own_dv, dq_sums), *heads],
+                [*shared, *in_units(own_dk, own_dv), *heads],
                 {
                     "TWO_LOOPS": has_two_loops(tile.block_n, widest),
                     "WRITE_DK": own_dk is not None,
                     "WRITE_DV": own_dv is not None,
-                    "ADD_DQ": dq_sums is not None,
                 },
             )
         )  # fmt: skip
@@ -315,10 +303,10 @@ def _tensors(
 ) -> list[tuple[Any, ...]]:
     """Returns the pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
-    (out, lse), (dq, dk, dv, dbias, dq_sums, statistics, of_slopes, of_sinks) = results, outputs
+    (out, lse), (dq, dk, dv, dbias, statistics, of_slopes, of_sinks) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
     found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
-    found += ((*shared, statistics, *pair, dq_sums) for pair in _launches_of_keys(config, dk, dv))
+    found += ((*shared, statistics, *pair) for pair in _launches_of_keys(config, dk, dv))
     if dbias is not None:
         found.append((*shared, statistics, dbias))
     return found
@@ -332,7 +320,7 @@ def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]
 
 def stride_unit(operands: AnyOperands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
     """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
-    tensors = [t for t in (*operands[:3], out, dout, *outputs[:3], outputs.dq_sums) if t is not None]
+    tensors = [t for t in (*operands[:3], out, dout, *outputs[:3]) if t is not None]
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
 
 

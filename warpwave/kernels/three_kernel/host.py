@@ -330,8 +330,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why calls with gradients are left to eager, for those that this kernel's gradients do not cover."""
     if not problem.requires_grad:
         return []
-    reasons = backward.why_not(problem, gpu)
-    return [f"{reason}: eager's would be used, after a second forward" for reason in reasons]
+    found = backward.why_not(problem, gpu)
+    return [f"{reason}: eager's would be used, after a second forward" for reason in found]
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
