@@ -5,6 +5,7 @@ Every kernel treats a dense and a packed call alike: a packed tensor is one whos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -111,6 +112,18 @@ def broadcast_strides(tensor: torch.Tensor | None) -> tuple[int, ...]:
     if tensor is None:
         return (0, 0, 0, 0)
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+PAIR_GROUP = 16
+
+
+def pair_group(mask: torch.Tensor | None, bias: torch.Tensor | None) -> int:
+    """Returns how many neighboring keys of a mask and a bias a thread may read at once, past the last visible key too:
+    16 if each of them has its keys adjacent in memory and in whole groups, at multiples of a group; else 1."""
+    given = [t for t in (mask, bias) if t is not None]
+    are_adjacent = all(t.stride(-1) == 1 for t in given)
+    multiples = [n for t in given for n in (t.shape[-1], *broadcast_strides(t)[:-1])]
+    return PAIR_GROUP if given and are_adjacent and math.gcd(*multiples) % PAIR_GROUP == 0 else 1
 
 
 def slope_strides(slopes: torch.Tensor | None) -> tuple[int, ...]:

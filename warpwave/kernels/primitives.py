@@ -90,9 +90,17 @@ def tokens_of_head(tensor: Tokens, batch, head):
 
 
 @jit
-def pairs_of_head(tensor: Pairs, batch, head):
-    """Returns a pointer to a mask or bias of one head."""
-    return tensor.ptr + (batch * tensor.stride_b + head * tensor.stride_h)
+def pairs_of_head(tensor: Pairs, batch, head, GROUP: tl.constexpr = 1):
+    """Returns a pointer to a mask or bias of one head. Args: GROUP: `arguments.pair_group`, which divides strides."""
+    # A no-op that tells the compiler about the multiple.
+    return tensor.ptr + (batch * tensor.stride_b + head * tensor.stride_h) // GROUP * GROUP
+
+
+@jit
+def keys_of_groups(keys, GROUP: tl.constexpr):
+    """Returns the first key of the group of GROUP neighbors of each key. A mask or bias that is loaded up to the end of
+    a group, and not of the visible keys, is read a group at a time (`arguments.pair_group`)."""
+    return keys // GROUP * GROUP
 
 
 @jit
@@ -102,14 +110,14 @@ def slope_in_bits(slopes: OfHeads, batch, head):
 
 
 @jit
-def rules_of_head(rules: ScoreRules, batch, head):
+def rules_of_head(rules: ScoreRules, batch, head, PAIR_GROUP: tl.constexpr):
     """Returns pointers to the first row and key of mask and bias, and ALiBi's slope in bits, of one head. Absent ones
     are 0.0."""
     mask_ptr, bias_ptr, slope_log2 = 0.0, 0.0, 0.0
     if rules.HAS_MASK:
-        mask_ptr = pairs_of_head(rules.mask, batch, head)
+        mask_ptr = pairs_of_head(rules.mask, batch, head, PAIR_GROUP)
     if rules.HAS_BIAS:
-        bias_ptr = pairs_of_head(rules.bias, batch, head)
+        bias_ptr = pairs_of_head(rules.bias, batch, head, PAIR_GROUP)
     if rules.HAS_ALIBI:
         slope_log2 = slope_in_bits(rules.alibi_slopes, batch, head)
     return mask_ptr, bias_ptr, slope_log2

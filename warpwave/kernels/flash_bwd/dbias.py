@@ -15,6 +15,7 @@ from warpwave.kernels.primitives import (
     band_edges,
     in_elements,
     key_ranges,
+    keys_of_groups,
     load_tile,
     operand,
     product,
@@ -52,6 +53,7 @@ def flash_bwd_dbias_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
+    PAIR_GROUP: tl.constexpr,
     PER_QUERY: tl.constexpr,
     PER_KEY: tl.constexpr,
 ):
@@ -116,7 +118,7 @@ def flash_bwd_dbias_kernel(
         k_pointers = tile_pointers(k_pointers, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
         v_pointers = v_tensor.ptr + (batch * v_tensor.stride_b + kv_head * v_tensor.stride_h)
         v_pointers = tile_pointers(v_pointers, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
-        mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
+        mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
         for row_tile in range(row_begin, row_end, BLOCK_M):
             rows = row_tile + first_rows
             row_last = tl.minimum(row_tile + BLOCK_M, seqlen_q) - 1
@@ -149,8 +151,9 @@ def flash_bwd_dbias_kernel(
                 v = transposed(operand(v, PRECISION, IS_NVIDIA), PRECISION)
                 raw = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
                 inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
+                readable = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, _derivative = score_tile(
-                    raw, rows[:, None], keys[None, :], inside, True, low, high, seqlen_k - seqlen_q,
+                    raw, rows[:, None], keys[None, :], inside, readable, True, low, high, seqlen_k - seqlen_q,
                     mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)

@@ -22,6 +22,7 @@ from warpwave.kernels.primitives import (
     band_edges,
     in_elements,
     key_ranges,
+    keys_of_groups,
     load_tile,
     operand,
     packed_sequence,
@@ -61,6 +62,7 @@ def flash_bwd_dkv_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
+    PAIR_GROUP: tl.constexpr,
     WRITE_DK: tl.constexpr,
     WRITE_DV: tl.constexpr,
 ):
@@ -127,68 +129,78 @@ def flash_bwd_dkv_kernel(
     first_rows = tl.arange(0, BLOCK_M)
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
-    for member in range(group_size):
-        head = kv_head * group_size + member
-        line = batch * statistics.stride_b + head * statistics.stride_h
-        statistics_pointers = statistics_ptr + line + first_rows
-        q_pointers = tile_pointers(
-            q_ptr + head * q_tensor.stride_h, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d
-        )
-        dout_pointers = tile_pointers(
-            dout_ptr + head * dout_tensor.stride_h, first_rows, dims_v, dout_tensor.stride_m, 1
-        )
-        mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
-        for CHECK in tl.static_range(0 if TWO_LOOPS else 1, 2):
-            begin, end = steps_of(first, whole_begin, whole_end, row_end, CHECK, TWO_LOOPS)
-            for step in range(begin, end, BLOCK_M):
-                row_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS)
-                at_edge = CHECK
-                if not TWO_LOOPS:
-                    at_edge = (row_tile < whole_begin) | (row_tile >= whole_end)
-                rows = row_tile + first_rows
-                tile_offset = tl.cast(row_tile, tl.int64)
-                # Queries that see no key of the tile are not read: NaN there must have no effect.
-                q = q_pointers + tile_offset * q_tensor.stride_m
-                q = load_tile(
-                    q, rows, dims, row_begin, row_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
-                )  # [BLOCK_M, BLOCK_D]
-                dout = dout_pointers + tile_offset * dout_tensor.stride_m
-                dout = load_tile(
-                    dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
-                )  # [BLOCK_M, BLOCK_DV]
-                lse_log2, delta = load_statistics(
-                    statistics_pointers + tile_offset, rows, row_begin, row_end, CHECK
-                )  # [BLOCK_M], each
-                q_parts = operand(q, PRECISION, IS_NVIDIA)
-                raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
-                inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
-                scores, scale, derivative = score_tile(
-                    raw, rows[None, :], keys[:, None], inside, at_edge, low, high, seqlen_k - seqlen_q,
-                    mask_ptr, bias_ptr, slope_log2, rules, window,
-                )  # fmt: skip
-                p = probabilities(scores, scale, lse_log2[None, :], rules.HAS_MASK or rules.HAS_BIAS)
-                if rules.HAS_MASK or rules.HAS_BIAS:
-                    # A query that sees no key of the tile must have no effect, but 0 * NaN is NaN.
-                    sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
-                    q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
-                    dout = tl.where(sees, dout, 0.0)
-                dout_parts = operand(dout, PRECISION, IS_NVIDIA)
-                p_kept = p
-                if dropout.HAS_DROPOUT:
-                    kept = dropout_keeps(
-                        dropout_key, batch, head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
-                        dropout.threshold,
+    # Walk 2 repeats walk 1 if a query that sees no key of a tile made dk or dv NaN, and has no steps otherwise
+    # (flash_fwd).
+    for WALK in tl.static_range(1, 3 if rules.HAS_MASK or rules.HAS_BIAS else 2):
+        members = group_size
+        if WALK == 2:
+            again = tl.maximum(tl.max((dk != dk).to(tl.int32)), tl.max((dv != dv).to(tl.int32))) != 0
+            members = tl.where(again, group_size, 0)
+            dk = tl.where(again, 0.0, dk)
+            dv = tl.where(again, 0.0, dv)
+        for member in range(members):
+            head = kv_head * group_size + member
+            line = batch * statistics.stride_b + head * statistics.stride_h
+            statistics_pointers = statistics_ptr + line + first_rows
+            q_pointers = tile_pointers(
+                q_ptr + head * q_tensor.stride_h, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d
+            )
+            dout_pointers = tile_pointers(
+                dout_ptr + head * dout_tensor.stride_h, first_rows, dims_v, dout_tensor.stride_m, 1
+            )
+            mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
+            for CHECK in tl.static_range(0 if TWO_LOOPS and WALK == 1 else 1, 2):
+                begin, end = steps_of(first, whole_begin, whole_end, row_end, CHECK, TWO_LOOPS and WALK == 1)
+                for step in range(begin, end, BLOCK_M):
+                    row_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS and WALK == 1)
+                    at_edge = CHECK
+                    if WALK == 2 or not TWO_LOOPS:
+                        at_edge = (row_tile < whole_begin) | (row_tile >= whole_end)
+                    rows = row_tile + first_rows
+                    tile_offset = tl.cast(row_tile, tl.int64)
+                    # Queries that see no key of the tile are not read: NaN there must have no effect.
+                    q = q_pointers + tile_offset * q_tensor.stride_m
+                    q = load_tile(
+                        q, rows, dims, row_begin, row_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
+                    )  # [BLOCK_M, BLOCK_D]
+                    dout = dout_pointers + tile_offset * dout_tensor.stride_m
+                    dout = load_tile(
+                        dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
+                    )  # [BLOCK_M, BLOCK_DV]
+                    lse_log2, delta = load_statistics(
+                        statistics_pointers + tile_offset, rows, row_begin, row_end, CHECK
+                    )  # [BLOCK_M], each
+                    q_parts = operand(q, PRECISION, IS_NVIDIA)
+                    raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                    inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
+                    readable = (keys_of_groups(keys, PAIR_GROUP) < seqlen_k)[:, None] & (rows < row_end)[None, :]
+                    scores, scale, derivative = score_tile(
+                        raw, rows[None, :], keys[:, None], inside, readable, at_edge, low, high, seqlen_k - seqlen_q,
+                        mask_ptr, bias_ptr, slope_log2, rules, window,
                     )  # fmt: skip
-                    p_kept = tl.where(kept, p, 0.0)
-                if WRITE_DV:
-                    dv = product(operand(p_kept.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)
-                if WRITE_DK:
-                    dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                    p = probabilities(scores, scale, lse_log2[None, :], rules.HAS_MASK or rules.HAS_BIAS)
+                    if WALK == 2:
+                        # A query that sees no key of the tile must have no effect, but 0 * NaN is NaN.
+                        sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
+                        q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
+                        dout = tl.where(sees, dout, 0.0)
+                    dout_parts = operand(dout, PRECISION, IS_NVIDIA)
+                    p_kept = p
                     if dropout.HAS_DROPOUT:
-                        dp = tl.where(kept, dp * dropout.scale, 0.0)
-                    ds = score_gradient(p, dp, delta[None, :], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
-                    ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
-                    dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
+                        kept = dropout_keeps(
+                            dropout_key, batch, head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
+                            dropout.threshold,
+                        )  # fmt: skip
+                        p_kept = tl.where(kept, p, 0.0)
+                    if WRITE_DV:
+                        dv = product(operand(p_kept.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)
+                    if WRITE_DK:
+                        dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                        if dropout.HAS_DROPOUT:
+                            dp = tl.where(kept, dp * dropout.scale, 0.0)
+                        ds = score_gradient(p, dp, delta[None, :], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
+                        ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
+                        dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
 
     if WRITE_DK:
         dk_ptr += batch * dk_tensor.stride_b + kv_head * dk_tensor.stride_h

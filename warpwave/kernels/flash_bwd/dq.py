@@ -30,6 +30,7 @@ from warpwave.kernels.primitives import (
     band_edges,
     in_elements,
     key_ranges,
+    keys_of_groups,
     load_tile,
     operand,
     packed_sequence,
@@ -78,6 +79,7 @@ def flash_bwd_dq_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
+    PAIR_GROUP: tl.constexpr,
     OWN_STATISTICS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -139,7 +141,7 @@ def flash_bwd_dq_kernel(
     dout_ptr += batch * dout_tensor.stride_b + head * dout_tensor.stride_h
     out_ptr += batch * out_tensor.stride_b + head * out_tensor.stride_h
     line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
-    mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
+    mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
 
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
@@ -183,13 +185,21 @@ def flash_bwd_dq_kernel(
     v_pointers = tile_pointers(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     of_slope = tl.zeros([BLOCK_M], tl.float32)
-    for WALK in tl.static_range(0 if OWN_STATISTICS else 1, 2 if WRITE_DQ or WRITE_DSLOPES else 1):
-        for CHECK in tl.static_range(0 if TWO_LOOPS else 1, 2):
-            begin, end = steps_of(first, whole_begin, whole_end, key_end, CHECK, TWO_LOOPS)
+    # Walk 2 repeats walk 1 if a key that no query of its tile sees made dq NaN, and has no steps otherwise (flash_fwd).
+    MAY_REPEAT: tl.constexpr = WRITE_DQ and (rules.HAS_MASK or rules.HAS_BIAS)
+    LAST_WALK: tl.constexpr = 2 if MAY_REPEAT else 1 if WRITE_DQ or WRITE_DSLOPES else 0
+    for WALK in tl.static_range(0 if OWN_STATISTICS else 1, LAST_WALK + 1):
+        walk_end = key_end
+        if WALK == 2:
+            again = tl.max((dq != dq).to(tl.int32)) != 0
+            walk_end = tl.where(again, key_end, first)
+            dq = tl.where(again, 0.0, dq)
+        for CHECK in tl.static_range(0 if TWO_LOOPS and WALK < 2 else 1, 2):
+            begin, end = steps_of(first, whole_begin, whole_end, walk_end, CHECK, TWO_LOOPS and WALK < 2)
             for step in range(begin, end, BLOCK_N):
-                key_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS)
+                key_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS and WALK < 2)
                 at_edge = CHECK
-                if not TWO_LOOPS:
+                if WALK == 2 or not TWO_LOOPS:
                     at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)
@@ -206,8 +216,9 @@ def flash_bwd_dq_kernel(
                 v_parts = operand(v, PRECISION, IS_NVIDIA)
                 raw = product(q, transposed(k_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
                 inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
+                readable = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, derivative = score_tile(
-                    raw, rows[:, None], keys[None, :], inside, at_edge, low, high, seqlen_k - seqlen_q,
+                    raw, rows[:, None], keys[None, :], inside, readable, at_edge, low, high, seqlen_k - seqlen_q,
                     mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
@@ -225,13 +236,12 @@ def flash_bwd_dq_kernel(
                 else:
                     p = probabilities(scores, scale, lse_log2[:, None], rules.HAS_MASK or rules.HAS_BIAS)
                     ds = score_gradient(p, dp, delta[:, None], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
-                    if WRITE_DSLOPES:
+                    if WRITE_DSLOPES and WALK == 1:
                         distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
                         of_slope -= tl.sum(ds * distance, 1)
                     if WRITE_DQ:
                         ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
-                        if rules.HAS_MASK or rules.HAS_BIAS:
-                            # A key that no query of the tile sees must have no effect, but 0 * NaN is NaN.
+                        if WALK == 2:
                             k_parts = operand(tl.where(any_of(p, 0)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
                         dq = product(operand(ds.to(k.dtype), PRECISION, IS_NVIDIA), k_parts, dq, PRECISION)
         if WALK == 0:

@@ -30,6 +30,7 @@ from warpwave.kernels.arguments import (
     lse_strides,
     matrix_options,
     padded,
+    pair_group,
     score_rules,
     straightener,
     tile_widths,
@@ -224,6 +225,7 @@ def specify(
     shared += (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
     shared += (*window(problem), *dropout.scalars(problem.dropout_p), *lse_strides(problem))
     heads = [problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv]
+    group = pair_group(*operands[3:5])
 
     def one(
         kernel: Any, blocks: int, tile: Tile, owned: int, scalars: list[int | float | None], constants: dict[str, Any]
@@ -233,7 +235,7 @@ def specify(
             grid=blocks,
             tensors=next(tensors),
             scalars=scalars,
-            constants={**_constants(problem, gpu, tile, owned, unit), **constants},
+            constants={**_constants(problem, gpu, tile, owned, unit), "PAIR_GROUP": group, **constants},
             # Off in float32, as in the forward: if one key dominates, its probability is exactly 1.
             options={
                 "num_warps": tile.num_warps,

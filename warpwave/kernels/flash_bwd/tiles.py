@@ -59,6 +59,7 @@ def score_tile(
     rows,
     keys,
     inside,
+    readable,
     at_edge,
     low,
     high,
@@ -75,6 +76,7 @@ def score_tile(
         raw: q . k, float32.
         rows, keys: positions in the sequence, broadcast to the shape of `raw`.
         inside: pairs that exist, and whose row and key are in the range that the walk covers.
+        readable: pairs whose mask and bias may be read: whole groups of keys (`arguments.pair_group`).
         at_edge: whether the band or the end of the sequence hides a pair of the tile.
         key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
@@ -99,7 +101,7 @@ def score_tile(
         scale = 1.0
     if rules.HAS_BIAS:
         offsets = rows.to(tl.int64) * rules.bias.stride_m + keys.to(tl.int64) * rules.bias.stride_n
-        bias = tl.load(bias_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        bias = tl.load(bias_ptr + offsets, mask=readable, other=float("-inf")).to(tl.float32)
         scores = add_bias(scores, bias)
     if rules.HAS_ALIBI:
         scores -= slope_log2 * tl.abs(rows + key_offset - keys).to(tl.float32)
@@ -114,7 +116,7 @@ def score_tile(
         scale = 1.0
     if rules.HAS_MASK:
         offsets = rows.to(tl.int64) * rules.mask.stride_m + keys.to(tl.int64) * rules.mask.stride_n
-        shown = tl.load(mask_ptr + offsets, mask=inside, other=0)
+        shown = tl.load(mask_ptr + offsets, mask=readable, other=0)
         scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, scale, derivative
 

@@ -34,6 +34,7 @@ from warpwave.kernels.arguments import (
     lse_strides,
     maker,
     matrix_options,
+    pair_group,
     score_rules,
     straightener,
     tile_widths,
@@ -56,6 +57,7 @@ from warpwave.kernels.primitives import (
     band_visible,
     in_elements,
     key_ranges,
+    keys_of_groups,
     load_parts,
     load_tile,
     only_rows,
@@ -119,6 +121,7 @@ def flash_fwd_kernel(
     SPLIT_AHEAD: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
+    PAIR_GROUP: tl.constexpr,
 ):
     """Processes one tile of queries of one head.
 
@@ -169,7 +172,7 @@ def flash_fwd_kernel(
     out_ptr += batch * out_tensor.stride_b + head * out_tensor.stride_h
     if WRITE_LSE:
         lse_ptr += batch * lse_tensor.stride_b + head * lse_tensor.stride_h
-    mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head)
+    mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
 
     # The band of visible keys, low <= key - row <= high (problem.Band), and the ranges into which it cuts the keys.
     low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
@@ -214,22 +217,35 @@ def flash_fwd_kernel(
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
 
-    for CHECK in tl.static_range(0 if TWO_LOOPS else 1, 2):
-        begin, end = steps_of(first, whole_begin, whole_end, key_end, CHECK, TWO_LOOPS)
+    # The walks over the keys: 0, whole tiles; 1, the others, or all; 2, all again. Values that no query of a tile sees
+    # must have no effect, but 0 * NaN is NaN. Zeroing them takes as many instructions as the rest of a tile, so walk 2
+    # does it if something became NaN, and has no steps otherwise.
+    for WALK in tl.static_range(0 if TWO_LOOPS else 1, 3 if rules.HAS_MASK or rules.HAS_BIAS else 2):
+        begin, end = steps_of(first, whole_begin, whole_end, key_end, WALK, TWO_LOOPS)
+        if WALK == 2:
+            again = tl.max((acc != acc).to(tl.int32)) != 0
+            begin, end = first, tl.where(again, key_end, first)
+            acc = tl.where(again, 0.0, acc)
+            m_i = tl.where(again, float("-inf"), m_i)
+            l_of_first = l_i
         for step in range(begin, end, BLOCK_N):
-            key_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS)
-            at_edge = CHECK
-            if not TWO_LOOPS:
+            key_tile = step
+            if WALK < 2:
+                key_tile = tile_of(step, whole_begin, whole_end, WALK, TWO_LOOPS)
+            at_edge = WALK == 1
+            if WALK == 2 or not TWO_LOOPS:
                 at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
             keys = key_tile + first_keys
             tile_offset = tl.cast(key_tile, tl.int64)
             # Keys that no query of the tile sees are not read: NaN there must have no effect.
             k = k_pointers + tile_offset * k_tensor.stride_m
             if SPLIT_AHEAD:
-                k = load_parts(k, stride_kp, keys, dims, key_begin, key_end, PRECISION, CHECK)  # of [BLOCK_N, BLOCK_D]
+                k = load_parts(
+                    k, stride_kp, keys, dims, key_begin, key_end, PRECISION, WALK > 0
+                )  # of [BLOCK_N, BLOCK_D]
             else:
                 k = load_tile(
-                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
+                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, WALK > 0
                 )  # [BLOCK_N, BLOCK_D]
                 k = operand(k, PRECISION, IS_NVIDIA)
             k = transposed(k, PRECISION)
@@ -249,7 +265,7 @@ def flash_fwd_kernel(
             elif rules.HAS_MASK or rules.HAS_BIAS or rules.HAS_ALIBI:
                 scores = scores * scale_log2
                 scale_left = 1.0
-            inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
+            inside = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
             if rules.HAS_BIAS:
                 bias_pointers = tile_pointers(bias_ptr, rows, keys, rules.bias.stride_m, rules.bias.stride_n)
                 bias = tl.load(bias_pointers, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
@@ -278,17 +294,16 @@ def flash_fwd_kernel(
             v = v_pointers + tile_offset * v_tensor.stride_m
             if SPLIT_AHEAD:
                 v = load_parts(
-                    v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION, CHECK
+                    v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION, WALK > 0
                 )  # of [BLOCK_N, BLOCK_DV]
-                if rules.HAS_MASK or rules.HAS_BIAS:
+                if WALK == 2:
                     seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                     v = only_rows(v, seen != 0, PRECISION)
             else:
                 v = load_tile(
-                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
+                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, WALK > 0
                 )  # [BLOCK_N, BLOCK_DV]
-                if rules.HAS_MASK or rules.HAS_BIAS:
-                    # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
+                if WALK == 2:
                     seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
                     v = tl.where((seen != 0)[:, None], v, tl.zeros_like(v))
                 if descales.QUANTIZED:
@@ -306,6 +321,8 @@ def flash_fwd_kernel(
                 of_tile = product(p, v, None, PRECISION)  # [BLOCK_M, BLOCK_DV]
                 v_factor = tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)
                 acc = acc * alpha[:, None] + of_tile * v_factor
+        if WALK == 2:
+            l_i = l_of_first  # the same sum, but walk 2 may add in another order
 
     m_i, l_i, row_scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
     out = acc * row_scale[:, None]
@@ -400,7 +417,10 @@ def _specify(
         grid=-(-problem.seqlen_q // config.block_m) * problem.num_heads_q * problem.batch,
         tensors=(*operands[:3], out, lse, *_others(operands)),
         scalars=_scalars(problem, operands, out, stride_kp, stride_vp),
-        constants=_constants(problem, gpu, config, stride_unit(operands, out)),
+        constants={
+            **_constants(problem, gpu, config, stride_unit(operands, out)),
+            "PAIR_GROUP": pair_group(*operands[3:5]),
+        },
         # Fused multiply-adds are off in float32: the maximum times the scale must round like each score times the
         # scale, so that the largest probability is exactly 1.
         options={
