@@ -20,6 +20,8 @@ from warpwave.kernels import rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import scratch
 
+# By bytes of an element: predicted from 25 us for a start, and 5,120 FLOP for a score at 400 and 50 TFLOP/s.
+TWICE_SCORES_OF_A_START = {2: 2**22, 4: 2**19}
 PRODUCTS = ("library", "triton", "hopper", "online")
 
 
@@ -148,9 +150,7 @@ def plan(problem: AttentionProblem, config: Config) -> Plan:
     total_rows = up(max(1, problem.seqlen_q), config.block_m)
     rows = total_rows
     if problem.has_band and config.scores == "library" and not problem.packed:
-        # torch's product computes everything between the first and last visible key. With an eighth of the rows at a
-        # time, less than a tenth of a causal square is computed in vain.
-        rows = min(rows, max(config.block_m, up(-(-total_rows // 8), config.block_m)))
+        rows = min(rows, up(-(-total_rows // _parts_of_rows(problem)), config.block_m))
     while (one := _chunk_bytes(problem, config, 1, rows)) > config.workspace_bytes:
         if rows <= config.block_m:
             raise InvalidInput(
@@ -174,6 +174,18 @@ def plan(problem: AttentionProblem, config: Config) -> Plan:
                 Chunk(first_head, min(heads, all_heads - first_head), row_begin, chunk_rows, base, begin, end)
             )
     return Plan(tuple(chunks), heads, rows, _width(problem, config, rows))
+
+
+def _parts_of_rows(problem: AttentionProblem) -> int:
+    """Returns into how many parts the rows of a call with a band are cut, so that torch's products compute less of what
+    it hides: they compute everything between the first and the last visible key of a part.
+
+    Of a causal square of S scores, c parts compute S / 2c in vain, and each starts torch's operations again for each
+    batch item. Both take least time together at c = sqrt(S / 2 S0) parts, if S0 scores take as long as one start. With
+    eight parts, less than a tenth of a causal square is computed in vain.
+    """
+    scores = problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
+    return min(8, max(1, math.isqrt(scores // TWICE_SCORES_OF_A_START[DTYPE_BYTES[problem.dtype]])))
 
 
 def _bytes_of(problem: AttentionProblem, config: Config, rows: int, heads: int) -> int:
