@@ -107,10 +107,10 @@ def is_candidate(name: str, head_dim: int, call: str, config: Any) -> bool:
     threads = 32 * config.num_warps
     accumulators = owned * head_dim / threads * (2 if name == "dkv" and head_dim <= 128 else 1)
     scores, stages = owned * walked / threads, config.num_stages
-    # Masks and biases take registers too, and parts of float32 operands.
-    is_plain = call in ("full", "causal")
-    most_scores, most_stages = (64, 3) if is_plain else (32, 2)
-    is_tile = owned >= walked and walked <= 64 and owned >= (64 if is_plain else 32)
+    # Parts of float32 operands take registers too.
+    is_plain, is_float32 = call in ("full", "causal"), call in ("float32", "tf32")
+    most_scores, most_stages = (32, 2) if is_float32 else (64, 3)
+    is_tile = owned >= walked and walked <= 64 and owned >= (32 if is_float32 or head_dim > 128 else 64)
     has_stages = (2 if is_plain and head_dim <= 128 else 1) <= stages <= most_stages
     return is_tile and 4 <= scores <= most_scores and accumulators <= 128 and has_stages
 
