@@ -17,10 +17,11 @@ C = TypeVar("C")
 # The gain of a row that was never timed: the widest tile that compiles without spills, or with fewest.
 NOT_MEASURED = "not measured; compiled with the fewest spills"
 # The records of configs in code of cards with `mma` instructions (docs/notes/other_cards.md): of plain calls, and of
-# masks, biases and float32; and how their gain ends.
+# float32 and formerly of masks and biases, of masks; and how their gain ends.
 MMA_CONFIGS = "2026-11-27-h200-mma-configs.json"
 MMA_CONFIGS_2 = "2026-11-27-h200-mma-configs-2.json"
-IN_CODE_OF_MMA = "in code of these cards on an H200"
+MASKS_OF_MMA = "2026-11-27-h100-mma-masks.json"
+IN_CODE_OF_MMA = "in code of these cards on a Hopper GPU"
 
 
 def check_sizes(config: Any, powers_of_two: Mapping[str, int], positive: Iterable[str] = ()) -> None:

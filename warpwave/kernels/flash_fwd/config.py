@@ -13,7 +13,15 @@ from warpwave.kernels.arguments import dot_precision, padded, tile_widths
 from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
-from warpwave.kernels.rules import IN_CODE_OF_MMA, MMA_CONFIGS, MMA_CONFIGS_2, NOT_MEASURED, Rule, by_width
+from warpwave.kernels.rules import (
+    IN_CODE_OF_MMA,
+    MASKS_OF_MMA,
+    MMA_CONFIGS,
+    MMA_CONFIGS_2,
+    NOT_MEASURED,
+    Rule,
+    by_width,
+)
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 
@@ -389,16 +397,16 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
     Rule(
         "a mask or bias, 16 bits, NVIDIA with mma, head_dim up to 64",
         lambda c: c.gpu.has_mma and not c.is_float32 and c.bucket == 0,
-        (lambda config, _: Config(64, 64, 4, 2),),
-        "128 x 16 on eight warps takes 1.48 times as long with a mask, 1.96 with a bias, " + IN_CODE_OF_MMA,
-        MMA_CONFIGS_2,
+        (lambda config, _: Config(128, 32, 4, 3),),
+        "64 x 64 takes 1.26 times as long with a mask, " + IN_CODE_OF_MMA,
+        MASKS_OF_MMA,
     ),
     Rule(
         "a mask or bias, 16 bits, NVIDIA with mma, head_dim 65 to 128",
         lambda c: c.gpu.has_mma and not c.is_float32 and c.bucket == 1,
-        (lambda config, _: Config(64, 16, 4, 2),),
-        "128 x 16 on eight warps takes 1.30 times as long with a mask, 1.38 with a bias, " + IN_CODE_OF_MMA,
-        MMA_CONFIGS_2,
+        (lambda config, _: Config(128, 16, 4, 3),),
+        "64 x 16 takes 1.48 times as long with a mask, " + IN_CODE_OF_MMA,
+        MASKS_OF_MMA,
     ),
     Rule(
         "a mask or bias, 16 bits, NVIDIA with mma and 99 KiB of shared memory, head_dim above 128",

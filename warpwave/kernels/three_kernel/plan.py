@@ -20,8 +20,9 @@ from warpwave.kernels import rules
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import scratch
 
-# By bytes of an element: predicted from 25 us for a start, and 5,120 FLOP for a score at 400 and 50 TFLOP/s.
-TWICE_SCORES_OF_A_START = {2: 2**22, 4: 2**19}
+# Scores times head_dim that take as long as two starts of torch's operations, by bytes of an element: measured with
+# causal gradients (2026-11-27-h100-three-kernel-parts.log).
+TWO_STARTS = {2: 2**33, 4: 2**30}
 PRODUCTS = ("library", "triton", "hopper", "online")
 
 
@@ -180,12 +181,13 @@ def _parts_of_rows(problem: AttentionProblem) -> int:
     """Returns into how many parts the rows of a call with a band are cut, so that torch's products compute less of what
     it hides: they compute everything between the first and the last visible key of a part.
 
-    Of a causal square of S scores, c parts compute S / 2c in vain, and each starts torch's operations again for each
-    batch item. Both take least time together at c = sqrt(S / 2 S0) parts, if S0 scores take as long as one start. With
+    Of a causal square that takes the time t, c parts compute t / 2c in vain, and each starts torch's operations again
+    for each batch item. With a time of s for a start, both take least time together at c = sqrt(t / 2s) parts. With
     eight parts, less than a tenth of a causal square is computed in vain.
     """
     scores = problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
-    return min(8, max(1, math.isqrt(scores // TWICE_SCORES_OF_A_START[DTYPE_BYTES[problem.dtype]])))
+    work = scores * max(problem.head_dim, problem.head_dim_v)
+    return min(8, max(1, math.isqrt(work // TWO_STARTS[DTYPE_BYTES[problem.dtype]])))
 
 
 def _bytes_of(problem: AttentionProblem, config: Config, rows: int, heads: int) -> int:
