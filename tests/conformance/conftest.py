@@ -1,4 +1,5 @@
-"""Memory of the conformance tests: uninitialized memory holds NaN, and tests that need much memory take turns."""
+"""Fixtures of the conformance tests: uninitialized memory holds NaN, small calls are cut as large ones are, and tests
+that need much memory take turns."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from warpwave.kernels.three_kernel import plan
 from warpwave.runtime import scratch
 
 
@@ -25,6 +27,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     monkeypatch.setattr(scratch, "empty_strided", poisoned(scratch.empty_strided))
+
+
+@pytest.fixture(autouse=True)
+def rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts the rows of small calls with a band into parts, which three_kernel does with large ones."""
+    monkeypatch.setattr(plan, "TWO_STARTS", {2: 1, 4: 1})
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

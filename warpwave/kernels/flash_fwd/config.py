@@ -394,26 +394,27 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
         NOT_MEASURED,
     ),
     Rule("a mask or bias, AMD RDNA", lambda c: c.is_rdna, (lambda config, _: Config(32, 16, 4, 1),), NOT_MEASURED),
-    Rule(
-        "a mask or bias, 16 bits, NVIDIA with mma, head_dim up to 64",
-        lambda c: c.gpu.has_mma and not c.is_float32 and c.bucket == 0,
-        (lambda config, _: Config(128, 32, 4, 3),),
-        "64 x 64 takes 1.26 times as long with a mask, " + IN_CODE_OF_MMA,
+    *by_width(
+        "a mask or bias, 16 bits, NVIDIA with mma and 163 KiB of shared memory",
+        lambda c: c.gpu.has_mma and not c.is_float32 and c.gpu.smem_per_block_bytes > 100 * KIB,
+        (
+            lambda config, _: Config(128, 32, 4, 3),
+            lambda config, _: Config(128, 16, 4, 3),
+            lambda config, _: Config(64, 16, 4, 2),
+        ),
+        "the former tiles take 1.26, 1.48 and 1.00 times as long with a mask, " + IN_CODE_OF_MMA,
         MASKS_OF_MMA,
     ),
-    Rule(
-        "a mask or bias, 16 bits, NVIDIA with mma, head_dim 65 to 128",
-        lambda c: c.gpu.has_mma and not c.is_float32 and c.bucket == 1,
-        (lambda config, _: Config(128, 16, 4, 3),),
-        "64 x 16 takes 1.48 times as long with a mask, " + IN_CODE_OF_MMA,
+    *by_width(
+        "a mask or bias, 16 bits, NVIDIA with mma",
+        lambda c: c.gpu.has_mma and not c.is_float32,
+        (
+            lambda config, _: Config(128, 32, 4, 3),
+            lambda config, _: Config(128, 16, 4, 2),
+            lambda config, _: Config(64, 16, 4, 3),
+        ),
+        "the former tiles take 1.19, 1.18 and 1.33 times as long with a mask, " + IN_CODE_OF_MMA,
         MASKS_OF_MMA,
-    ),
-    Rule(
-        "a mask or bias, 16 bits, NVIDIA with mma and 99 KiB of shared memory, head_dim above 128",
-        lambda c: c.gpu.has_mma and not c.is_float32 and c.gpu.smem_per_block_bytes < 100 * KIB,
-        (lambda config, _: Config(32, 16, 4, 2),),
-        "64 x 16 leaves one block an SM, and takes 1.41 times as long with a mask, " + IN_CODE_OF_MMA,
-        MMA_CONFIGS_2,
     ),
     Rule(
         "a mask or bias, NVIDIA other than Hopper",

@@ -21,7 +21,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import scratch
 
 # Scores times head_dim that take as long as two starts of torch's operations, by bytes of an element: measured with
-# causal gradients (2026-11-27-h100-three-kernel-parts.log).
+# causal gradients (2026-11-27-three-kernel-parts.log).
 TWO_STARTS = {2: 2**33, 4: 2**30}
 PRODUCTS = ("library", "triton", "hopper", "online")
 
