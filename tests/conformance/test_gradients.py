@@ -33,7 +33,7 @@ NAMES = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 GRID: dict[str, Any] = {
     **FEATURES,
     "dims": ((16, 16), (59, 59), (64, 64), (128, 128), (64, 128), (192, 128)),
-    "lengths": ((3, 99), (33, 65), (65, 49), (49, 49), (99, 33)),
+    "lengths": ((3, 99), (33, 65), (65, 48), (49, 49), (99, 33)),
     "heads": ((1, 1), (2, 2), (4, 2), (3, 1)),
     "batch": (1, 2, 3),
     "window": ((-1, -1), (64, 0), (W, W), (-1, 5)),
@@ -119,6 +119,37 @@ def test_rows_that_see_nothing_pass_no_nan_on(
     q, dout_with_nan = call.operands.q.clone(), dout.clone()
     (q if poisoned == "q" else dout_with_nan)[unseen] = torch.nan
     got = differentiate(kernel, call._replace(operands=call.operands._replace(q=q)), dout_with_nan)
+    assert bits(*got) == bits(*expected)
+
+HIDDEN: dict[str, dict[str, Any]] = {
+    "mask": {"mask": "keys", "heads": (4, 2), "lengths": (70, 70)},
+    "mask in whole groups": {"mask": "keys", "heads": (4, 2), "lengths": (70, 80)},
+    "bias": {"bias": "heads", "heads": (2, 2), "lengths": (70, 80), "alibi": "heads"},
+}
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32:ieee"])
+@pytest.mark.parametrize("poisoned", ["k", "v"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_keys_that_no_row_sees_pass_no_nan_on(
+    hidden: str, poisoned: str, dtype: str, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """NaN in a key or value that no query sees has no effect on any gradient."""
+    case = replace(PLAIN, dtype=dtype, dims=(16, 24), batch=3, lse=False, **HIDDEN[hidden])
+    call = cases.build(case, "normal", DEVICE)
+    if refuses(kernel, call, request):
+        return
+    group = call.problem.num_heads_q // call.problem.num_heads_kv
+    unseen = torch.stack(
+        [~shown.any(1).unflatten(0, (-1, group)).any(1).T for shown in harness.visible(call)]
+    )  # [batch, keys, kv heads]
+    assert unseen.any()
+    dout, _ = upstream(call)
+    expected = differentiate(kernel, call, dout)
+    tensor = getattr(call.operands, poisoned).clone()
+    tensor[unseen] = torch.nan
+    got = differentiate(kernel, call._replace(operands=call.operands._replace(**{poisoned: tensor})), dout)
     assert bits(*got) == bits(*expected)
 
 

@@ -132,6 +132,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
     "window": {"window": (W, 0)},
     "mask of keys": {"mask": "keys"},
     "bias": {"bias": "heads", "heads": (2, 2)},
+    "bias in whole groups": {"bias": "heads", "heads": (2, 2), "lengths": (67, 96)},
     "nothing is seen": {"causal": "top_left", "window": (2, -1), "lengths": (3, 90)},
 }
 

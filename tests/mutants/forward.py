@@ -144,6 +144,16 @@ OTHERS = [
         "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "window-bfloat16-nan-flash_fwd", "bits(",
     ),
     Mutant(
+        "a second walk over the keys adds to the sums of the first", FLASH,
+        "acc = tl.where(again, 0.0, acc)", "acc += 0.0",
+        "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "bias-bfloat16-nan-flash_fwd", "bits(",
+    ),
+    Mutant(
+        "keys of a mask read in groups whatever its strides", "kernels/arguments.py",
+        "math.gcd(*multiples) % PAIR_GROUP == 0", "math.gcd(*multiples) >= 0",
+        "../kernels/test_arguments.py::test_masks_and_biases_are_read_in_groups_where_all_strides_allow_it", "", "== 1",
+    ),
+    Mutant(
         "hidden by bias only as far as the number goes", PRIMITIVES,
         'return tl.where(bias == float("-inf"), float("-inf"), scores + bias * LOG2_E)',
         "return scores + bias * LOG2_E",

@@ -98,6 +98,16 @@ BACKWARD = [
         f"{BY_GATES}test_rows_that_see_nothing", "packed and float32", "tensor(False)",
     ),
     Mutant(
+        "gradients: no second walk over the queries", DKV,
+        "tl.where(again, group_size, 0)", "tl.where(again, 0, 0)",
+        f"{BY_GATES}test_rows_that_see_nothing", "mask and float16", "bits(",
+    ),
+    Mutant(
+        "gradients: slopes' sums go on in a second walk", DQ,
+        "if WRITE_DSLOPES and WALK == 1:", "if WRITE_DSLOPES and WALK >= 1:",
+        f"{BY_GATES}test_keys_that_no_query_sees_may_hold_anything", "bias", "bits(",
+    ),
+    Mutant(
         "gradients: NaN that arrives at a row that sees nothing goes on", DQ,
         "tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32))",
         "dout.to(tl.float32) * out.to(tl.float32)",

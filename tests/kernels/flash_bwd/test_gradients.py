@@ -34,7 +34,7 @@ from warpwave.workbench.verify import reference
 GRID: dict[str, Any] = {
     **cases.FEATURES,
     "dims": ((16, 16), (17, 33)),
-    "lengths": ((20, 70), (40, 33)),
+    "lengths": ((20, 80), (40, 33)),
     "heads": ((2, 2), (2, 1)),  # a gradient of a sink is one number a head, too few for the peer rule alone
     "batch": (1, 2),
     "window": ((-1, -1), (20, 0), (W, W)),
@@ -218,7 +218,8 @@ HIDDEN: dict[str, dict[str, Any]] = {
     "window": {"causal": "top_left", "window": (3, -1), "lengths": (37, 70)},
     "causal": {"causal": "top_left", "lengths": (37, 70)},
     "mask": {"mask": "keys", "batch": 2},
-    "bias": {"bias": "heads"},
+    "mask in whole groups of keys": {"mask": "keys", "batch": 2, "lengths": (37, 48)},
+    "bias": {"bias": "heads", "alibi": "heads"},
     "packed": {"packed": True, "batch": 3},
 }
 
