@@ -121,6 +121,7 @@ def test_rows_that_see_nothing_pass_no_nan_on(
     got = differentiate(kernel, call._replace(operands=call.operands._replace(q=q)), dout_with_nan)
     assert bits(*got) == bits(*expected)
 
+
 HIDDEN: dict[str, dict[str, Any]] = {
     "mask": {"mask": "keys", "heads": (4, 2), "lengths": (70, 70)},
     "mask in whole groups": {"mask": "keys", "heads": (4, 2), "lengths": (70, 80)},
