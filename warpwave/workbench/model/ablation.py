@@ -47,8 +47,8 @@ EDITS: dict[str, tuple[str, str]] = {
     "values": ("acc = product(p, v, acc * alpha[:, None], PRECISION)", "acc = acc * alpha[:, None]"),
     "loads": ("tile_offset = tl.cast(key_tile, tl.int64)", "tile_offset = tl.cast(key_tile, tl.int64) * 0"),
     "mask": (
-        "            at_edge = CHECK\n"
-        "            if not TWO_LOOPS:\n"
+        "            at_edge = WALK == 1\n"
+        "            if WALK == 2 or not TWO_LOOPS:\n"
         "                at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)\n",
         "            at_edge = False\n",
     ),
