@@ -142,6 +142,8 @@ def test_gradients_of_their_own_kernel_leave_the_forward_to_the_fastest() -> Non
         ("sm_89", {"head_dim": 96}, "three_kernel backward"),
         ("sm_89", {"head_dim": 96, "causal": Causal()}, "three_kernel backward"),
         ("sm_89", {"head_dim": 96, "seqlen_q": 512, "seqlen_k": 512}, "flash_bwd"),
+        ("sm_89", {"head_dim": 192, "window_size": (128, 0)}, "flash_bwd"),
+        ("sm_100", {"head_dim": 96}, "flash_bwd"),
         ("sm_89", {"head_dim": 64}, "flash_bwd"),
         ("sm_90", {"head_dim": 96}, "hopper/flash_bwd"),
     ],

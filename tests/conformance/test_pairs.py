@@ -132,7 +132,8 @@ UNSEEN: dict[str, dict[str, Any]] = {
     "window": {"window": (W, 0)},
     "mask of keys": {"mask": "keys"},
     "bias": {"bias": "heads", "heads": (2, 2)},
-    "bias in whole groups": {"bias": "heads", "heads": (2, 2), "lengths": (67, 96)},
+    "mask, causal and window": {"mask": "keys", "causal": "bottom_right", "window": (W, -1), "lengths": (200, 208)},
+    "bias in whole groups": {"bias": "heads", "heads": (2, 2), "causal": "top_left", "lengths": (67, 96)},
     "nothing is seen": {"causal": "top_left", "window": (2, -1), "lengths": (3, 90)},
 }
 

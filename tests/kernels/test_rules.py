@@ -103,12 +103,11 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
                 bias_shape=None, bias_dtype=None, error_budget=None, precision="default", requires_grad=False,
                 alibi_shape=None,
             )  # fmt: skip
-            if module is hopper_flash_fwd:  # a third long, a sixth with a bias for each score
-                if i % 3 == 1 and not problem.packed:
-                    problem = replace(problem, seqlen_q=8192, seqlen_k=8192)
-                if rng.random() < 1 / 6:
-                    shape = (1, 1, problem.seqlen_q, problem.seqlen_k)
-                    problem = replace(problem, bias_shape=shape, bias_dtype="bfloat16")
+            if module is hopper_flash_fwd and i % 3 == 1 and not problem.packed:
+                problem = replace(problem, seqlen_q=8192, seqlen_k=8192)
+            if rng.random() < 1 / 6:
+                shape = (1, 1, problem.seqlen_q, problem.seqlen_k)
+                problem = replace(problem, bias_shape=shape, bias_dtype="bfloat16")
         if backward:
             problem = replace(problem, requires_grad=False, deterministic=rng.random() < 0.3)
         if not module.why_not(problem, gpu):

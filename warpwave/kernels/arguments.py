@@ -118,8 +118,8 @@ PAIR_GROUP = 16
 
 
 def pair_group(mask: torch.Tensor | None, bias: torch.Tensor | None) -> int:
-    """Returns how many neighboring keys of a mask and a bias a thread may read at once, past the last visible key too:
-    16 if each of them has its keys adjacent in memory and in whole groups, at multiples of a group; else 1."""
+    """Returns how many neighboring keys of a mask and a bias a thread may load together: 16 if keys are adjacent in
+    memory, and the number of keys and all other strides are multiples of 16; else 1."""
     given = [t for t in (mask, bias) if t is not None]
     are_adjacent = all(t.stride(-1) == 1 for t in given)
     multiples = [n for t in given for n in (t.shape[-1], *broadcast_strides(t)[:-1])]

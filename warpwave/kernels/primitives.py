@@ -98,8 +98,8 @@ def pairs_of_head(tensor: Pairs, batch, head, GROUP: tl.constexpr = 1):
 
 @jit
 def keys_of_groups(keys, GROUP: tl.constexpr):
-    """Returns the first key of the group of GROUP neighbors of each key. A mask or bias that is loaded up to the end of
-    a group, and not of the visible keys, is read a group at a time (`arguments.pair_group`)."""
+    """Returns, for each key, the first of the GROUP neighbors that are loaded together from a mask or bias
+    (`arguments.pair_group`). The compiler loads them together only if they are all in the range, or none of them."""
     return keys // GROUP * GROUP
 
 
@@ -249,6 +249,17 @@ def tile_of(step, whole_begin, whole_end, CHECK: tl.constexpr, TWO_LOOPS: tl.con
     """Returns the first position of the tile of a step of `steps_of`."""
     if CHECK and TWO_LOOPS:
         return tl.where(step < whole_begin, step, step + (whole_end - whole_begin))
+    return step
+
+
+@jit
+def tile_again(step, first, whole_begin, whole_end, TWO_LOOPS: tl.constexpr):
+    """Returns the first position of the tile of a step of one loop, from `first` on, that takes the tiles in the order
+    of the two loops: sums then have the same bits."""
+    if TWO_LOOPS:
+        whole = whole_end - whole_begin
+        later = tile_of(step - whole, whole_begin, whole_end, True, True)
+        return tl.where(step - first < whole, whole_begin + (step - first), later)
     return step
 
 

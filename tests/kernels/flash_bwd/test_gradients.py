@@ -218,7 +218,8 @@ HIDDEN: dict[str, dict[str, Any]] = {
     "window": {"causal": "top_left", "window": (3, -1), "lengths": (37, 70)},
     "causal": {"causal": "top_left", "lengths": (37, 70)},
     "mask": {"mask": "keys", "batch": 2},
-    "mask in whole groups of keys": {"mask": "keys", "batch": 2, "lengths": (37, 48)},
+    "mask, causal and window": {"mask": "keys", "batch": 2, "window": (W, 0), "lengths": (170, 176)},
+    "mask in whole groups of keys": {"mask": "keys", "batch": 2, "causal": "top_left", "lengths": (37, 48)},
     "bias": {"bias": "heads", "alibi": "heads"},
     "packed": {"packed": True, "batch": 3},
 }

@@ -180,7 +180,7 @@ class Call:
         self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
-        self.has_mma = gpu.has_mma and not self.is_float32
+        self.is_16_bit_mma = gpu.has_mma and not self.is_float32
 
 
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
@@ -279,7 +279,7 @@ def _halved(config: Config, call: Call) -> Config:
 RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
     *by_width(
         "a mask or bias, 16 bits, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
+        lambda c: c.is_16_bit_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
         (
             lambda config, call: Config(Tile(128, 32, 4, 3), Tile(16, 128, 4, 2)),
             lambda config, call: Config(Tile(128, 16, 4, 2), Tile(64, 64, 8, 2)),
@@ -290,7 +290,7 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
     ),
     *by_width(
         "a mask or bias, 16 bits, NVIDIA with mma",
-        lambda c: c.has_mma,
+        lambda c: c.is_16_bit_mma,
         (
             lambda config, call: Config(Tile(128, 16, 4, 3), Tile(16, 128, 4, 2)),
             lambda config, call: Config(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),

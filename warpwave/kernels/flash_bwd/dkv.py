@@ -30,6 +30,7 @@ from warpwave.kernels.primitives import (
     rounded,
     rules_of_head,
     steps_of,
+    tile_again,
     tile_of,
     tile_pointers,
     transposed,
@@ -129,8 +130,8 @@ def flash_bwd_dkv_kernel(
     first_rows = tl.arange(0, BLOCK_M)
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
-    # Walk 2 repeats walk 1 if a query that sees no key of a tile made dk or dv NaN, and has no steps otherwise
-    # (flash_fwd).
+    # Walk 2 repeats walk 1 if dk or dv has a NaN, perhaps of a query that sees no key of the tile, and has no steps
+    # otherwise (flash_fwd).
     for WALK in tl.static_range(1, 3 if rules.HAS_MASK or rules.HAS_BIAS else 2):
         members = group_size
         if WALK == 2:
@@ -153,6 +154,8 @@ def flash_bwd_dkv_kernel(
                 begin, end = steps_of(first, whole_begin, whole_end, row_end, CHECK, TWO_LOOPS and WALK == 1)
                 for step in range(begin, end, BLOCK_M):
                     row_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS and WALK == 1)
+                    if WALK == 2:
+                        row_tile = tile_again(step, first, whole_begin, whole_end, TWO_LOOPS)
                     at_edge = CHECK
                     if WALK == 2 or not TWO_LOOPS:
                         at_edge = (row_tile < whole_begin) | (row_tile >= whole_end)

@@ -39,6 +39,7 @@ from warpwave.kernels.primitives import (
     rules_of_head,
     softmax_step,
     steps_of,
+    tile_again,
     tile_of,
     tile_pointers,
     transposed,
@@ -185,7 +186,8 @@ def flash_bwd_dq_kernel(
     v_pointers = tile_pointers(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     of_slope = tl.zeros([BLOCK_M], tl.float32)
-    # Walk 2 repeats walk 1 if a key that no query of its tile sees made dq NaN, and has no steps otherwise (flash_fwd).
+    # Walk 2 repeats walk 1 if dq has a NaN, perhaps of a key that no query of its tile sees, and has no steps otherwise
+    # (flash_fwd).
     MAY_REPEAT: tl.constexpr = WRITE_DQ and (rules.HAS_MASK or rules.HAS_BIAS)
     LAST_WALK: tl.constexpr = 2 if MAY_REPEAT else 1 if WRITE_DQ or WRITE_DSLOPES else 0
     for WALK in tl.static_range(0 if OWN_STATISTICS else 1, LAST_WALK + 1):
@@ -198,6 +200,8 @@ def flash_bwd_dq_kernel(
             begin, end = steps_of(first, whole_begin, whole_end, walk_end, CHECK, TWO_LOOPS and WALK < 2)
             for step in range(begin, end, BLOCK_N):
                 key_tile = tile_of(step, whole_begin, whole_end, CHECK, TWO_LOOPS and WALK < 2)
+                if WALK == 2:
+                    key_tile = tile_again(step, first, whole_begin, whole_end, TWO_LOOPS)
                 at_edge = CHECK
                 if WALK == 2 or not TWO_LOOPS:
                     at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)

@@ -204,6 +204,7 @@ class Call:
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
         self.arithmetic = dot_precision(problem, gpu)
         self.is_float32 = problem.dtype == "float32"
+        self.is_16_bit = not self.is_float32 and not problem.is_quantized
         self.is_amd, self.is_hopper = gpu.vendor == "amd", gpu.capability == 90
         self.is_rdna = gpu.is_rdna
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
@@ -396,7 +397,7 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
     Rule("a mask or bias, AMD RDNA", lambda c: c.is_rdna, (lambda config, _: Config(32, 16, 4, 1),), NOT_MEASURED),
     *by_width(
         "a mask or bias, 16 bits, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.gpu.has_mma and not c.is_float32 and c.gpu.smem_per_block_bytes > 100 * KIB,
+        lambda c: c.gpu.has_mma and c.is_16_bit and c.gpu.smem_per_block_bytes > 100 * KIB,
         (
             lambda config, _: Config(128, 32, 4, 3),
             lambda config, _: Config(128, 16, 4, 3),
@@ -407,7 +408,7 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
     ),
     *by_width(
         "a mask or bias, 16 bits, NVIDIA with mma",
-        lambda c: c.gpu.has_mma and not c.is_float32,
+        lambda c: c.gpu.has_mma and c.is_16_bit,
         (
             lambda config, _: Config(128, 32, 4, 3),
             lambda config, _: Config(128, 16, 4, 2),
@@ -415,6 +416,12 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
         ),
         "the former tiles take 1.19, 1.18 and 1.33 times as long with a mask, " + IN_CODE_OF_MMA,
         MASKS_OF_MMA,
+    ),
+    Rule(
+        "a mask or bias, 8 bits, NVIDIA other than Hopper, head_dim above 128",
+        lambda c: c.problem.is_quantized and c.gpu.vendor == "nvidia" and not c.is_hopper and c.bucket == 2,
+        (lambda config, _: Config(32, 32, 4, 2),),
+        "not measured; 64 x 32 spills up to 408 bytes, 32 x 32 up to 24",
     ),
     Rule(
         "a mask or bias, NVIDIA other than Hopper",

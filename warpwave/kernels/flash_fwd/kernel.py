@@ -69,6 +69,7 @@ from warpwave.kernels.primitives import (
     softmax_step,
     steps_of,
     tanh,
+    tile_again,
     tile_of,
     tile_pointers,
     transposed,
@@ -219,19 +220,21 @@ def flash_fwd_kernel(
 
     # The walks over the keys: 0, whole tiles; 1, the others, or all; 2, all again. Values that no query of a tile sees
     # must have no effect, but 0 * NaN is NaN. Zeroing them takes as many instructions as the rest of a tile, so walk 2
-    # does it if something became NaN, and has no steps otherwise.
+    # does it if out has a NaN, and has no steps otherwise.
     for WALK in tl.static_range(0 if TWO_LOOPS else 1, 3 if rules.HAS_MASK or rules.HAS_BIAS else 2):
-        begin, end = steps_of(first, whole_begin, whole_end, key_end, WALK, TWO_LOOPS)
         if WALK == 2:
             again = tl.max((acc != acc).to(tl.int32)) != 0
             begin, end = first, tl.where(again, key_end, first)
             acc = tl.where(again, 0.0, acc)
             m_i = tl.where(again, float("-inf"), m_i)
             l_of_first = l_i
+        else:
+            begin, end = steps_of(first, whole_begin, whole_end, key_end, WALK == 1, TWO_LOOPS)
         for step in range(begin, end, BLOCK_N):
-            key_tile = step
-            if WALK < 2:
-                key_tile = tile_of(step, whole_begin, whole_end, WALK, TWO_LOOPS)
+            if WALK == 2:
+                key_tile = tile_again(step, first, whole_begin, whole_end, TWO_LOOPS)
+            else:
+                key_tile = tile_of(step, whole_begin, whole_end, WALK == 1, TWO_LOOPS)
             at_edge = WALK == 1
             if WALK == 2 or not TWO_LOOPS:
                 at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
@@ -265,10 +268,10 @@ def flash_fwd_kernel(
             elif rules.HAS_MASK or rules.HAS_BIAS or rules.HAS_ALIBI:
                 scores = scores * scale_log2
                 scale_left = 1.0
-            inside = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
+            readable = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
             if rules.HAS_BIAS:
                 bias_pointers = tile_pointers(bias_ptr, rows, keys, rules.bias.stride_m, rules.bias.stride_n)
-                bias = tl.load(bias_pointers, mask=inside, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+                bias = tl.load(bias_pointers, mask=readable, other=float("-inf")).to(tl.float32)  # [BLOCK_M, BLOCK_N]
                 scores = add_bias(scores, bias)
             if rules.HAS_ALIBI:
                 distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])
@@ -280,7 +283,7 @@ def flash_fwd_kernel(
                 scale_left = 1.0
             if rules.HAS_MASK:
                 mask_pointers = tile_pointers(mask_ptr, rows, keys, rules.mask.stride_m, rules.mask.stride_n)
-                shown = tl.load(mask_pointers, mask=inside, other=0)  # [BLOCK_M, BLOCK_N]
+                shown = tl.load(mask_pointers, mask=readable, other=0)  # [BLOCK_M, BLOCK_N]
                 scores = tl.where(shown != 0, scores, float("-inf"))
 
             p, alpha, m_i, l_i = softmax_step(scores, scale_left, m_i, l_i)

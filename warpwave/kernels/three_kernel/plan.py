@@ -23,6 +23,7 @@ from warpwave.runtime import scratch
 # Scores times head_dim that take as long as two starts of torch's operations, by bytes of an element: measured with
 # causal gradients (2026-11-27-three-kernel-parts.log).
 TWO_STARTS = {2: 2**33, 4: 2**30}
+MOST_PARTS = 8
 PRODUCTS = ("library", "triton", "hopper", "online")
 
 
@@ -183,11 +184,13 @@ def _parts_of_rows(problem: AttentionProblem) -> int:
 
     Of a causal square that takes the time t, c parts compute t / 2c in vain, and each starts torch's operations again
     for each batch item. With a time of s for a start, both take least time together at c = sqrt(t / 2s) parts. With
-    eight parts, less than a tenth of a causal square is computed in vain.
+    eight parts, less than a tenth of a causal square is computed in vain. Of a window more is, so it gets all eight.
     """
+    if problem.window_size != (-1, -1):
+        return MOST_PARTS
     scores = problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     work = scores * max(problem.head_dim, problem.head_dim_v)
-    return min(8, max(1, math.isqrt(work // TWO_STARTS[DTYPE_BYTES[problem.dtype]])))
+    return min(MOST_PARTS, max(1, math.isqrt(work // TWO_STARTS[DTYPE_BYTES[problem.dtype]])))
 
 
 def _bytes_of(problem: AttentionProblem, config: Config, rows: int, heads: int) -> int:
