@@ -384,7 +384,5 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if width > 128 and scores >= 2**21:
         return ["float32 above head_dim 128: three_kernel's gradients are 2.8 to 13 times as fast"]
     if width > 64 and scores >= 2**23 and (gpu.has_mma or gpu.capability == 90):
-        return [
-            "float32 at head_dim 65 to 128: three_kernel's gradients are 0.9 to 3.6 times as fast"
-        ]
+        return ["float32 at head_dim 65 to 128: three_kernel's gradients are 0.9 to 3.6 times as fast"]
     return []
