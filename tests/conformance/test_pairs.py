@@ -91,6 +91,20 @@ def test_other_operands_may_be_strided(features: dict[str, Any], kernel: str, re
 
 
 @each_kernel
+@pytest.mark.parametrize("begin", [1, 8, 16])
+def test_masks_and_biases_may_begin_anywhere(begin: int, kernel: str, request: pytest.FixtureRequest) -> None:
+    """Strides that are multiples of 16 say nothing about the address of the first key."""
+    call = cases.build(replace(CASE, mask="full", bias="full", lengths=(67, 96)), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    moved = {}
+    for name in ("mask", "bias"):
+        x = getattr(call.operands, name)
+        moved[name] = x.new_zeros(*x.shape[:-1], 128)[..., begin : begin + 96].copy_(x)
+    assert_bit_equal(kernel, call, substitute(call, **moved))
+
+
+@each_kernel
 @pytest.mark.parametrize("features", [{}, {"mask": "full", "bias": "full"}, {"packed": True, "batch": 5}], ids=str)
 def test_other_batch_items_do_not_matter(features: dict[str, Any], kernel: str, request: pytest.FixtureRequest) -> None:
     call = cases.build(replace(CASE, causal="bottom_right", lse=not features, **features), "normal", DEVICE)
