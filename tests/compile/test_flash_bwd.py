@@ -33,7 +33,7 @@ def check(job: dict[str, Any], facts: dict[str, Any]) -> None:
         if job["problem"]["dtype"] != "float32":
             assert matrix_instructions(launch["instructions"], job["arch"]) > 0, what
             if job["arch"] in WITH_MMA:  # ptxas sometimes gives a thread 32 registers, and spills thousands of bytes
-                most = 1024 if "dbias" in launch["name"] else 512  # of a bias at 256, none of it in the loop
+                most = 1024 if "dbias" in launch["name"] else 512  # of a bias at 256, hardly in the loop
                 assert launch["spill_bytes"] <= most, f"{what}, {launch['spill_bytes']} bytes spilled"
 
 
