@@ -1,17 +1,20 @@
 """Times configs of `flash_fwd` and `flash_bwd` in the code of an NVIDIA GPU with `mma` instructions, on a Hopper GPU.
 
-    PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask] [--seconds 150]
+    PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask]
+        [--head-dims 64 128] [--seconds 150]
 
 No Ampere, Ada or consumer Blackwell GPU is at hand. Triton compiles for `--arch`, to `mma.sync` and `cp.async`, and
 ptxas assembles its PTX for Hopper, which executes these instructions too. Shared memory is padded so that an SM holds
 as many blocks as on the card, whose SM has less. What differs from the card: the rate of its matrix units and memory,
-clocks, and ptxas' schedule. So times are compared with each other only, config by config.
+clocks, and ptxas' schedule. So times are compared with each other only, config by config. With `--arch sm_90` the
+code is Hopper's own.
 
-Calls are 2 x 4096, heads * head_dim = 2048, at head_dim 64, 128 and 256: bfloat16 full and causal, full with a boolean
-mask or a bias for all heads, and float32 full, by default and in tf32. Results are compared with those of Hopper's
-default configs. The record has, for each call and launch, the default first and then every candidate. It also has the
-times of SDPA's flash backend, and of its efficient backend for masks, biases and float32: PyTorch compiles both with
-`mma` instructions for every GPU, so their times on Hopper can be compared with those of our code for Ampere.
+Calls are 2 x 4096, heads * head_dim about 2048, at head_dim 64, 128 and 256 unless others are named: bfloat16 full and
+causal, full with a boolean mask or a bias for all heads, and float32 full, by default and in tf32. Results are compared
+with those of Hopper's default configs. The record has, for each call and launch, the default first and then every
+candidate. It also has the times of SDPA's flash backend, and of its efficient backend for masks, biases and float32:
+PyTorch compiles both with `mma` instructions for every GPU, so their times on Hopper can be compared with those of our
+code for Ampere.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from warpwave import dispatch
 from warpwave.gpu import KIB, Gpu, current_gpu
 from warpwave.kernels import flash_bwd, flash_fwd
+from warpwave.kernels.arguments import total_widths
 from warpwave.kernels.flash_bwd import host
 from warpwave.kernels.flash_bwd.config import fitting as fitting_tiles
 from warpwave.kernels.flash_fwd.config import fitting
@@ -50,8 +54,9 @@ SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_12
 SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
 OF_QKV = (True, True, True, False, False, False)
 MOST_ERROR = 1e-2  # relative RMS; a wrong tile gives 0.1 or more
-CALLS = {"plain": ("full", "causal"), "mask": ("mask",), "bias": ("bias",), "float32": ("float32",), "tf32": ("tf32",)}
+CALLS = {"plain": ("full", "causal"), **{name: (name,) for name in ("full", "mask", "bias", "float32", "tf32")}}
 HEAD_DIMS = (64, 128, 256)
+ARCHS = (*SMEM_OF_SM, "sm_90")
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Job:
     Attributes:
         launch: "forward", "dq" or "dkv".
         call: of `CALLS`.
-        config: of `flash_fwd`, or a tile of `flash_bwd`.
+        config: of `flash_fwd`, or of `flash_bwd`.
     """
 
     arch: str
@@ -69,6 +74,14 @@ class Job:
     head_dim: int
     call: str
     config: Any
+
+    @property
+    def name_of_config(self) -> str:
+        """Returns the part of the config that the launch reads."""
+        if self.launch == "forward":
+            return str(self.config)
+        split = ", dk and dv apart" if self.launch == "dkv" and self.config.split_dkv else ""
+        return f"{getattr(self.config, self.launch)}{split}"
 
 
 def problem_of(head_dim: int, call: str) -> AttentionProblem:
@@ -83,36 +96,47 @@ def problem_of(head_dim: int, call: str) -> AttentionProblem:
     )  # fmt: skip
 
 
-def jobs(arch: str, calls: Sequence[str], defaults: bool) -> Iterator[Job]:
+def jobs(arch: str, head_dims: Sequence[int], calls: Sequence[str], defaults: bool) -> Iterator[Job]:
     """Returns the configs for a GPU, for each call and launch the default first, then the other candidates."""
     gpu = Gpu.for_arch(arch)
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         for call in calls:
             problem = problem_of(head_dim, call)
             default = host.default(problem, gpu)
             assert default is not None
+            splits = (True, False) if 128 < head_dim < 256 else (default.split_dkv,)
             found: dict[str, list[Any]] = {
                 "forward": [dispatch.default_config(flash_fwd, problem, gpu), *fitting(problem, gpu)],
-                "dq": [default.dq, *fitting_tiles(problem, gpu, False)],
-                "dkv": [default.dkv, *fitting_tiles(problem, gpu, True)],
+                "dq": [default, *(replace(default, dq=tile) for tile in fitting_tiles(problem, gpu, False))],
+                "dkv": [
+                    default,
+                    *(
+                        replace(default, dkv=tile, split_dkv=split)
+                        for split in splits
+                        for tile in fitting_tiles(problem, gpu, True)
+                    ),
+                ],
             }
             for name, configs in found.items():
-                kept = configs[:1] + [c for c in configs[1:] if not defaults and is_candidate(name, head_dim, call, c)]
-                yield from (Job(arch, name, head_dim, call, c) for c in dict.fromkeys(kept))
+                kept = [Job(arch, name, head_dim, call, config) for config in configs]
+                kept = kept[:1] + [job for job in kept[1:] if not defaults and is_candidate(job, gpu)]
+                yield from dict.fromkeys(kept)
 
 
-def is_candidate(name: str, head_dim: int, call: str, config: Any) -> bool:
+def is_candidate(job: Job, gpu: Gpu) -> bool:
     """Returns whether a config may be fast: its accumulators fit the registers, and a step is not too short."""
-    owned, walked = (config.block_n, config.block_m) if name == "dkv" else (config.block_m, config.block_n)
-    threads = 32 * config.num_warps
-    accumulators = owned * head_dim / threads * (2 if name == "dkv" and head_dim <= 128 else 1)
-    scores, stages = owned * walked / threads, config.num_stages
+    tile = job.config if job.launch == "forward" else getattr(job.config, job.launch)
+    owned, walked = (tile.block_n, tile.block_m) if job.launch == "dkv" else (tile.block_m, tile.block_n)
+    width, _ = total_widths(problem_of(job.head_dim, job.call), gpu, owned)
+    threads = 32 * tile.num_warps
+    accumulators = owned * width / threads * (2 if job.launch == "dkv" and not job.config.split_dkv else 1)
+    scores, stages = owned * walked / threads, tile.num_stages
     # Parts of float32 operands take registers too.
-    is_plain, is_float32 = call in ("full", "causal"), call in ("float32", "tf32")
+    is_plain, is_float32 = job.call in ("full", "causal"), job.call in ("float32", "tf32")
     most_scores, most_stages = (32, 2) if is_float32 else (64, 3)
-    is_tile = owned >= walked and walked <= 64 and owned >= (32 if is_float32 or head_dim > 128 else 64)
-    has_stages = (2 if is_plain and head_dim <= 128 else 1) <= stages <= most_stages
-    return is_tile and 4 <= scores <= most_scores and accumulators <= 128 and has_stages
+    is_tile = owned >= walked and walked <= 64 and owned >= (32 if is_float32 or job.head_dim > 128 else 64)
+    has_stages = (2 if is_plain and job.head_dim <= 128 else 1) <= stages <= most_stages
+    return is_tile and 4 <= scores <= most_scores and accumulators <= (160 if width > 128 else 128) and has_stages
 
 
 # Compilation ----------------------------------------------------------------------------------------------------------
@@ -121,6 +145,8 @@ def is_candidate(name: str, head_dim: int, call: str, config: Any) -> bool:
 @lru_cache(1)
 def compile_for(arch: str) -> None:
     """Makes Triton compile for a GPU in this process, and ptxas assemble for Hopper. A process keeps to one GPU."""
+    if arch == "sm_90":
+        return
     triton.knobs.runtime.override_arch = arch.replace("_", "")
     make_cubin, name_of = compiler.CUDABackend.make_cubin, compiler.sm_arch_from_capability
 
@@ -163,20 +189,18 @@ def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Pr
         spec = flash_fwd.specify(problem, gpu, operands, out, lse, job.config)
         forward = (spec,) if isinstance(spec, launch.Launch) else spec
         return [partial(launch.bind(one), *one.tensors) for one in forward], (out, lse), out
-    config = flash_bwd.default(problem, gpu)
-    assert config is not None and results is not None
-    config = replace(config, **{job.launch: job.config})
-    outputs = host._allocator(problem, operands, OF_QKV, config)()
-    specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, config)
+    assert results is not None
+    outputs = host._allocator(problem, operands, OF_QKV, job.config)()
+    specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, job.config)
     bound = [launch.bind(spec) for spec in specs]
     calls: list[Callable[[], Any]] = [partial(run, *spec.tensors) for run, spec in zip(bound, specs, strict=True)]
     return calls, outputs, results[0]
 
 
-def reference(place: Path, calls: Sequence[str]) -> None:
+def reference(place: Path, head_dims: Sequence[int], calls: Sequence[str]) -> None:
     """Writes the results of Hopper's own code, for each call. Called in a process of its own."""
     gpu = current_gpu(torch.device("cuda"))
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         for call in calls:
             problem = problem_of(head_dim, call)
             config = dispatch.default_config(flash_fwd, problem, gpu)
@@ -184,8 +208,7 @@ def reference(place: Path, calls: Sequence[str]) -> None:
             for one in launches:
                 one()
             tiles = flash_bwd.default(problem, gpu)
-            assert tiles is not None
-            launches, outputs, _ = prepared(Job(gpu.arch, "dq", head_dim, call, tiles.dq), gpu, results)
+            launches, outputs, _ = prepared(Job(gpu.arch, "dq", head_dim, call, tiles), gpu, results)
             for one in launches:
                 one()
             kept = {"results": results, "gradients": outputs[:3], "statistics": outputs.statistics}
@@ -198,10 +221,10 @@ def expected(place: Path, head_dim: int, call: str) -> dict[str, Any]:
     return torch.load(place / f"{head_dim}-{call}.pt", map_location="cuda")
 
 
-def peers(calls: Sequence[str]) -> list[dict[str, Any]]:
+def peers(head_dims: Sequence[int], calls: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the times of SDPA. Called in a process of its own."""
     found = []
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         for call in calls:
             operands, dout = tensors_of(head_dim, call)
             q, k, v, dout = (t.transpose(1, 2) for t in (*operands[:3], dout))
@@ -257,10 +280,9 @@ def compile_one(arguments: tuple[Job, Path]) -> str:
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def of_arch(arch: str, calls: Sequence[str], place: Path, seconds: float, defaults: bool) -> list[dict[str, Any]]:
+def of_arch(arch: str, all_jobs: Sequence[Job], place: Path, seconds: float) -> list[dict[str, Any]]:
     """Returns the measurements for a GPU."""
     begin, found = time.monotonic(), []
-    all_jobs = list(jobs(arch, calls, defaults))
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         failures = list(pool.map(compile_one, [(job, place) for job in all_jobs]))
     print(f"{arch}: {len(all_jobs)} configs compiled after {time.monotonic() - begin:.0f} s", flush=True)
@@ -268,7 +290,7 @@ def of_arch(arch: str, calls: Sequence[str], place: Path, seconds: float, defaul
     for job, failure in zip(all_jobs, failures, strict=True):
         row: dict[str, Any] = {
             "arch": arch, "launch": job.launch, "head_dim": job.head_dim, "call": job.call,
-            "config": str(job.config),
+            "config": job.name_of_config,
         }  # fmt: skip
         if failure or time.monotonic() - begin > seconds:
             found.append(row | {"failure": failure or "no time left"})
@@ -283,8 +305,9 @@ def main() -> int:
     """Times all candidates; returns 1 if a result is wrong or a config failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
-    parser.add_argument("--arch", nargs="*", choices=tuple(SMEM_OF_SM), default=["sm_80", "sm_89"])
+    parser.add_argument("--arch", nargs="*", choices=ARCHS, default=["sm_80", "sm_89"])
     parser.add_argument("--calls", nargs="*", choices=tuple(CALLS), default=["plain"])
+    parser.add_argument("--head-dims", nargs="*", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--defaults", action="store_true", help="no other candidates")
     parser.add_argument("--seconds", type=float, default=150.0, help="for each GPU")
     args = parser.parse_args()
@@ -293,11 +316,12 @@ def main() -> int:
     context, found = multiprocessing.get_context("spawn"), []
     calls = [call for name in args.calls for call in CALLS[name]]
     with ProcessPoolExecutor(1, context) as alone:
-        alone.submit(reference, place, calls).result()
-        found += alone.submit(peers, calls).result()
+        alone.submit(reference, place, args.head_dims, calls).result()
+        found += alone.submit(peers, args.head_dims, calls).result()
     for arch in args.arch:
         with ProcessPoolExecutor(1, context) as alone:
-            found += alone.submit(of_arch, arch, calls, place, args.seconds, args.defaults).result()
+            all_jobs = list(jobs(arch, args.head_dims, calls, args.defaults))
+            found += alone.submit(of_arch, arch, all_jobs, place, args.seconds).result()
         whole = {"environment": environment.describe("cuda"), "rows": found}
         write_whole(args.record, json.dumps(whole, indent=1) + "\n")
     for path in place.iterdir():

@@ -33,7 +33,8 @@ ARCHS: dict[str, tuple[str, int, int]] = {
     "gfx1201": ("amd", 64 * KIB, 256),
 }
 
-WGMMA_OR_TCGEN05 = (90, 100, 103)  # compute capabilities whose matrix unit reads operands from shared memory
+TCGEN05 = (100, 103)  # compute capabilities whose matrix unit accumulates in a memory of its own
+WGMMA_OR_TCGEN05 = (90, *TCGEN05)  # compute capabilities whose matrix unit reads operands from shared memory
 WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warpwave import precision
-from warpwave.gpu import WGMMA_ROWS, Gpu
+from warpwave.gpu import TCGEN05, WGMMA_ROWS, Gpu
 from warpwave.problem import AnyOperands, AttentionProblem, by_kind
 from warpwave.runtime.scratch import maker
 
@@ -52,6 +52,33 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
         least = min(SWIZZLE_WIDTH, max(width, width_v))
         width, width_v = max(width, least), max(width_v, least)
     return width, width_v
+
+
+@by_kind
+def column_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the widths of the two tiles that hold the columns of K, and of those for V, if a kernel can have two
+    (`column_tiles`). The second width is 0 where one tile holds them.
+
+    Two have fewer columns than one from 33 to 48, 65 to 96 and 129 to 192. A step of `flash_fwd` in code of sm_80 has
+    0.82 of the instructions at head_dim 80 and 0.65 at 160. A mask or a bias keeps one tile, because two spill at 80
+    and 96; so do tcgen05, whose accumulators are not in registers, and float32 parts that a launch before has written.
+    """
+    one_tile = problem.mask_shape is not None or problem.bias_shape is not None or problem.is_quantized
+    one_tile |= gpu.capability in TCGEN05 or dot_precision(problem, gpu).startswith("bf16")
+    found = []
+    for head_dim, width in zip((problem.head_dim, problem.head_dim_v), tile_widths(problem, gpu, block_m), strict=True):
+        first = width // 2
+        # On Hopper tiles of all operands have one swizzle (`tile_widths`). An AMD matrix instruction has 32 columns.
+        least = SWIZZLE_WIDTH if gpu.capability == 90 else 32 if gpu.vendor == "amd" else 16
+        rest = max(least, padded(head_dim - first)) if head_dim > first else width
+        found.append((width, 0) if one_tile or first < least or first + rest >= width else (first, rest))
+    return found[0], found[1]
+
+
+def total_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int, int]:
+    """Returns the sum of the two `column_widths` of K, and that of V."""
+    of_k, of_v = column_widths(problem, gpu, block_m)
+    return sum(of_k), sum(of_v)
 
 
 @by_kind

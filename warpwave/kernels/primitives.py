@@ -419,26 +419,12 @@ def load_parts(
 
 
 @jit
-def only_rows(parts, keep, PRECISION: tl.constexpr):
-    """Returns the parts with zeros in the rows that are not kept."""
-    keep = keep[:, None]
-    high, next_ = tl.where(keep, parts[0], 0.0), tl.where(keep, parts[1], 0.0)
-    if PRECISION == "bf16x6":
-        kept = (high, next_, tl.where(keep, parts[2], 0.0))
-    else:
-        kept = (high, next_)  # type: ignore[assignment]
-    return kept
-
-
-@jit
-def transposed(parts, PRECISION: tl.constexpr):
+def transposed(parts):
     """Returns the parts of the transposed operand."""
-    if PRECISION == "bf16x3" or PRECISION == "tf32x3":
-        return tl.trans(parts[0]), tl.trans(parts[1])
-    elif PRECISION == "bf16x6":
-        return tl.trans(parts[0]), tl.trans(parts[1]), tl.trans(parts[2])
-    else:
-        return (tl.trans(parts[0]),)
+    found = ()
+    for i in tl.static_range(len(parts)):
+        found = found + (tl.trans(parts[i]),)
+    return found
 
 
 @jit

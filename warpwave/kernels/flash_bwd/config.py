@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, Gpu
+from warpwave.gpu import KIB, TCGEN05, WGMMA_OR_TCGEN05, Gpu
 from warpwave.kernels import rules
-from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.arguments import dot_precision, padded, total_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
 from warpwave.kernels.rules import (
     IN_CODE_OF_MMA,
@@ -78,20 +78,26 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
     and walks keys.
     """
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
-    widths = tile_widths(problem, gpu, owned)
+    widths = total_widths(problem, gpu, owned)
     size, arithmetic = DTYPE_BYTES[problem.dtype], arithmetic_of(problem, gpu)
     score = tile.block_m * tile.block_n
-    arriving = size * walked * sum(widths) * tile.num_stages
-    beside = size * walked * max(widths) if tile.num_stages == 1 else 0  # a tile and its transpose
+    step, operand = size * walked * sum(widths), size * walked * max(widths)
     has_mask = problem.mask_shape is not None or problem.bias_shape is not None
+    if gpu.has_mma and problem.dtype != "float32":
+        # A tile is in registers when the next one arrives.
+        arriving = step * (tile.num_stages - 1) if tile.num_stages > 1 else step * 3 // 2
+        beside = operand + 1024 if has_mask else 0
+    else:
+        arriving = step * tile.num_stages
+        beside = operand if tile.num_stages == 1 else 0  # a tile and its transpose
+        beside = step if has_mask else beside  # they pass through registers, where rows that nothing sees are zeroed
     if has_mask:
         arriving += score * bytes_per_score(problem) * tile.num_stages
-        beside = size * walked * sum(widths)  # they pass through registers, where rows that nothing sees are zeroed
     if gpu.vendor == "amd":
         one = size * (owned + walked) * max(widths)  # one operand at a time passes through it
         ahead = arriving if tile.num_stages > 1 or gpu.arch == "gfx950" else 0
         return (one + ahead) * 17 // 16 + size * score
-    if arithmetic in PARTS and gpu.capability in (90, 100, 103):
+    if arithmetic in PARTS and gpu.capability in WGMMA_OR_TCGEN05:
         # Shared memory holds operands and scores twice: unchanged, and in parts.
         parts = 2 * PARTS[arithmetic] if arithmetic.startswith("bf16") else 4
         beside += parts * (walked * sum(widths) + 2 * score)
@@ -105,10 +111,11 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
 
 def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
     """Returns the part of `smem_of_tile` that launches usually need on NVIDIA GPUs: the owned operands, and the walked
-    tiles in flight. Without float32 parts they compile to that."""
+    tiles in flight, with `mma` all but the one in registers. Without float32 parts they compile to that."""
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
-    rows = owned + walked * tile.num_stages
-    return DTYPE_BYTES[problem.dtype] * rows * sum(tile_widths(problem, gpu, owned))
+    in_registers = gpu.has_mma and problem.dtype != "float32" and tile.num_stages > 1
+    rows = owned + walked * (tile.num_stages - in_registers)
+    return DTYPE_BYTES[problem.dtype] * rows * sum(total_widths(problem, gpu, owned))
 
 
 # Which ----------------------------------------------------------------------------------------------------------------
@@ -236,7 +243,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     *by_width(
         "16 bits, NVIDIA with tcgen05",
-        lambda c: c.gpu.capability in (100, 103),
+        lambda c: c.gpu.capability in TCGEN05,
         (
             Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
             Config(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import padded, tile_widths
+from warpwave.gpu import WGMMA_OR_TCGEN05, Gpu
+from warpwave.kernels.arguments import total_widths
 from warpwave.kernels.cost import (
     ODD_ROWS,
     Cost,
@@ -47,7 +47,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what the launch of a bias's gradient moves and computes: S and dP again, for each cell of the bias."""
     assert problem.bias_shape is not None
-    tile, widths = config.dq, tile_widths(problem, gpu, config.dq.block_m)
+    tile, widths = config.dq, total_widths(problem, gpu, config.dq.block_m)
     walk = of_queries(problem, tile.block_m, tile.block_n, widths)
     batch, heads, rows, keys = problem.bias_shape
     cells = batch * heads * rows * keys
@@ -67,7 +67,7 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
     """Returns `cost` of the launch that owns queries. In float32 it walks the keys twice, and computes S and dP each
     time."""
-    widths = tile_widths(problem, gpu, tile.block_m)
+    widths = total_widths(problem, gpu, tile.block_m)
     walks = 2 if problem.dtype == "float32" else 1
     walk = of_queries(problem, tile.block_m, tile.block_n, widths, walks)
     out = 0 if walks == 2 else problem.rows * problem.num_heads_q * problem.head_dim_v * 2  # delta is computed from it
@@ -83,7 +83,7 @@ def _of_keys(
     problem: AttentionProblem, gpu: Gpu, tile: Tile, products: tuple[int, int], repeats: tuple[int, int]
 ) -> Cost:
     """Returns `cost` of a launch that owns keys."""
-    widths = tile_widths(problem, gpu, tile.block_n)
+    widths = total_widths(problem, gpu, tile.block_n)
     walk = of_keys(problem, tile.block_m, tile.block_n, widths, products, repeats)
     if problem.packed or problem.has_band:
         walk = replace(walk, order=launch_order_by_keys(problem, tile.block_m, tile.block_n))
@@ -93,7 +93,7 @@ def _of_keys(
 def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> Cost:
     """Returns the cost of a launch with the SM resources of its tile."""
     owned, walked = (tile.block_n, tile.block_m) if owns_keys else (tile.block_m, tile.block_n)
-    widths = tile_widths(problem, gpu, owned)
+    widths = total_widths(problem, gpu, owned)
     threads = tile.num_warps * gpu.warp_size
     split: dict[str, Any] = {}
     multiply_adds = problem.dtype == "float32" and arithmetic_of(problem, gpu) == "ieee"
@@ -124,12 +124,12 @@ def _registers(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool)
     """Returns approximately the registers of a thread: gradients, S and dP of its rows in float32, P or dS in half of
     that, and some forty more. In float32, with a bias, and on GPUs whose matrix units read operands from registers,
     operands pass through registers too: all registers are in use."""
-    reads_smem = gpu.capability in (90, 100, 103) or gpu.vendor == "amd"
+    reads_smem = gpu.capability in WGMMA_OR_TCGEN05 or gpu.vendor == "amd"
     if problem.dtype == "float32" or not reads_smem or bytes_per_score(problem):
         return gpu.registers_per_thread or 255
     owned = tile.block_n if owns_keys else tile.block_m
-    widths = padded(problem.head_dim) + (padded(problem.head_dim_v) if owns_keys else 0)
-    elements = owned * widths + tile.block_m * tile.block_n * 5 // 2
+    block_d, block_dv = total_widths(problem, gpu, owned)
+    elements = owned * (block_d + (block_dv if owns_keys else 0)) + tile.block_m * tile.block_n * 5 // 2
     return min(gpu.registers_per_thread or 255, 40 + elements // (tile.num_warps * gpu.warp_size))
 
 

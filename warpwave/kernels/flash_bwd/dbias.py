@@ -7,6 +7,7 @@ fixed order, and computes S and dP again. That takes two more products and no at
 
 from __future__ import annotations
 
+from warpwave.kernels.column_tiles import columns_of, load_tiles, operands, pointers_of, row_products
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import load_statistics, probabilities, score_gradient, score_tile
@@ -16,13 +17,8 @@ from warpwave.kernels.primitives import (
     in_elements,
     key_ranges,
     keys_of_groups,
-    load_tile,
-    operand,
-    product,
     rounded,
     rules_of_head,
-    tile_pointers,
-    transposed,
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -50,7 +46,9 @@ def flash_bwd_dbias_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     PAIR_GROUP: tl.constexpr,
@@ -98,8 +96,10 @@ def flash_bwd_dbias_kernel(
         own_key_end = tl.minimum(own_key_begin + BLOCK_N, seqlen_k)
 
     low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
+    CHECK_D: tl.constexpr = HEAD_DIM < BLOCK_D + REST_D
+    CHECK_DV: tl.constexpr = HEAD_DIM_V < BLOCK_DV + REST_DV
+    dims = columns_of(BLOCK_D, REST_D)
+    dims_v = columns_of(BLOCK_DV, REST_DV)
     first_rows = tl.arange(0, BLOCK_M)
     first_keys = tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -111,13 +111,13 @@ def flash_bwd_dbias_kernel(
         kv_head = head // group_size
         line = batch * statistics.stride_b + head * statistics.stride_h
         q_pointers = q_tensor.ptr + (batch * q_tensor.stride_b + head * q_tensor.stride_h)
-        q_pointers = tile_pointers(q_pointers, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d)
+        q_pointers = pointers_of(q_pointers, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d)
         dout_pointers = dout_tensor.ptr + (batch * dout_tensor.stride_b + head * dout_tensor.stride_h)
-        dout_pointers = tile_pointers(dout_pointers, first_rows, dims_v, dout_tensor.stride_m, 1)
+        dout_pointers = pointers_of(dout_pointers, first_rows, dims_v, dout_tensor.stride_m, 1)
         k_pointers = k_tensor.ptr + (batch * k_tensor.stride_b + kv_head * k_tensor.stride_h)
-        k_pointers = tile_pointers(k_pointers, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
+        k_pointers = pointers_of(k_pointers, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
         v_pointers = v_tensor.ptr + (batch * v_tensor.stride_b + kv_head * v_tensor.stride_h)
-        v_pointers = tile_pointers(v_pointers, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
+        v_pointers = pointers_of(v_pointers, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
         mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
         for row_tile in range(row_begin, row_end, BLOCK_M):
             rows = row_tile + first_rows
@@ -126,30 +126,25 @@ def flash_bwd_dbias_kernel(
                 row_tile, row_last, seqlen_k, low, high, BLOCK_N, window.HAS_LOW, window.HAS_HIGH
             )
             row_offset = tl.cast(row_tile, tl.int64)
-            q = load_tile(
-                q_pointers + row_offset * q_tensor.stride_m, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D
-            )  # [BLOCK_M, BLOCK_D]
-            dout = load_tile(
-                dout_pointers + row_offset * dout_tensor.stride_m, rows, dims_v, 0, seqlen_q, HEAD_DIM_V,
-                HEAD_DIM_V < BLOCK_DV,
-            )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
-            q = operand(q, PRECISION, IS_NVIDIA)
-            dout = operand(dout, PRECISION, IS_NVIDIA)
+            q = load_tiles(
+                q_pointers, row_offset * q_tensor.stride_m, rows, dims, 0, seqlen_q, HEAD_DIM, CHECK_D
+            )  # of [BLOCK_M, BLOCK_D]
+            dout = load_tiles(
+                dout_pointers, row_offset * dout_tensor.stride_m, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, CHECK_DV
+            )  # of [BLOCK_M, BLOCK_DV]
+            q = operands(q, PRECISION, IS_NVIDIA)
+            dout = operands(dout, PRECISION, IS_NVIDIA)
             lse_log2, delta = load_statistics(statistics.ptr + line + rows, rows, 0, seqlen_q, True)  # [BLOCK_M], each
             for key_tile in range(tl.maximum(first, own_key_begin), tl.minimum(key_end, own_key_end), BLOCK_N):
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)
-                k = load_tile(
-                    k_pointers + tile_offset * k_tensor.stride_m, keys, dims, key_begin, key_end, HEAD_DIM,
-                    HEAD_DIM < BLOCK_D,
-                )  # [BLOCK_N, BLOCK_D]  # fmt: skip
-                v = load_tile(
-                    v_pointers + tile_offset * v_tensor.stride_m, keys, dims_v, key_begin, key_end, HEAD_DIM_V,
-                    HEAD_DIM_V < BLOCK_DV,
-                )  # [BLOCK_N, BLOCK_DV]  # fmt: skip
-                k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
-                v = transposed(operand(v, PRECISION, IS_NVIDIA), PRECISION)
-                raw = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                k = load_tiles(
+                    k_pointers, tile_offset * k_tensor.stride_m, keys, dims, key_begin, key_end, HEAD_DIM, CHECK_D
+                )  # of [BLOCK_N, BLOCK_D]
+                v = load_tiles(
+                    v_pointers, tile_offset * v_tensor.stride_m, keys, dims_v, key_begin, key_end, HEAD_DIM_V, CHECK_DV
+                )  # of [BLOCK_N, BLOCK_DV]
+                raw = row_products(q, operands(k, PRECISION, IS_NVIDIA), PRECISION)  # [BLOCK_M, BLOCK_N]
                 inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
                 readable = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, _derivative = score_tile(
@@ -157,7 +152,7 @@ def flash_bwd_dbias_kernel(
                     mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)
-                dp = product(dout, v, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                dp = row_products(dout, operands(v, PRECISION, IS_NVIDIA), PRECISION)  # [BLOCK_M, BLOCK_N]
                 if dropout.HAS_DROPOUT:
                     kept = dropout_keeps(
                         dropout_key, batch, head, row_tile, first_rows[:, None], key_tile, first_keys[None, :],

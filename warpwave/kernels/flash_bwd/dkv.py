@@ -7,6 +7,19 @@ Scores are computed transposed, [BLOCK_N, BLOCK_M]: P^T and dS^T then enter the 
 
 from __future__ import annotations
 
+from warpwave.kernels.column_tiles import (
+    columns_of,
+    have_nan,
+    load_tiles,
+    only_where,
+    operands,
+    pointers_of,
+    row_products,
+    store_tiles,
+    times,
+    with_products,
+    zeros,
+)
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import (
@@ -23,17 +36,12 @@ from warpwave.kernels.primitives import (
     in_elements,
     key_ranges,
     keys_of_groups,
-    load_tile,
     operand,
     packed_sequence,
-    product,
-    rounded,
     rules_of_head,
     steps_of,
     tile_again,
     tile_of,
-    tile_pointers,
-    transposed,
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -59,7 +67,9 @@ def flash_bwd_dkv_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
@@ -116,17 +126,19 @@ def flash_bwd_dkv_kernel(
         key_begin, key_last, seqlen_q, -high, -low, BLOCK_M, window.HAS_HIGH, window.HAS_LOW
     )
 
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    k = tile_pointers(k_ptr, keys, dims, k_tensor.stride_m, k_tensor.stride_d)
-    k = load_tile(k, keys, dims, 0, seqlen_k, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_N, BLOCK_D]
-    k = operand(k, PRECISION, IS_NVIDIA)
+    CHECK_D: tl.constexpr = HEAD_DIM < BLOCK_D + REST_D
+    CHECK_DV: tl.constexpr = HEAD_DIM_V < BLOCK_DV + REST_DV
+    dims = columns_of(BLOCK_D, REST_D)
+    dims_v = columns_of(BLOCK_DV, REST_DV)
+    k = pointers_of(k_ptr, keys, dims, k_tensor.stride_m, k_tensor.stride_d)
+    k = load_tiles(k, 0, keys, dims, 0, seqlen_k, HEAD_DIM, CHECK_D)  # of [BLOCK_N, BLOCK_D]
+    k = operands(k, PRECISION, IS_NVIDIA)
     if WRITE_DK:
-        v = tile_pointers(v_ptr, keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
-        v = load_tile(v, keys, dims_v, 0, seqlen_k, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_N, BLOCK_DV]
-        v = operand(v, PRECISION, IS_NVIDIA)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        v = pointers_of(v_ptr, keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
+        v = load_tiles(v, 0, keys, dims_v, 0, seqlen_k, HEAD_DIM_V, CHECK_DV)  # of [BLOCK_N, BLOCK_DV]
+        v = operands(v, PRECISION, IS_NVIDIA)
+    dk = zeros(BLOCK_N, dims)  # of [BLOCK_N, BLOCK_D]
+    dv = zeros(BLOCK_N, dims_v)  # of [BLOCK_N, BLOCK_DV]
     first_rows = tl.arange(0, BLOCK_M)
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
@@ -135,18 +147,18 @@ def flash_bwd_dkv_kernel(
     for WALK in tl.static_range(1, 3 if rules.HAS_MASK or rules.HAS_BIAS else 2):
         members = group_size
         if WALK == 2:
-            again = tl.maximum(tl.max((dk != dk).to(tl.int32)), tl.max((dv != dv).to(tl.int32))) != 0
+            again = have_nan(dk) | have_nan(dv)
             members = tl.where(again, group_size, 0)
-            dk = tl.where(again, 0.0, dk)
-            dv = tl.where(again, 0.0, dv)
+            dk = only_where(~again, dk)
+            dv = only_where(~again, dv)
         for member in range(members):
             head = kv_head * group_size + member
             line = batch * statistics.stride_b + head * statistics.stride_h
             statistics_pointers = statistics_ptr + line + first_rows
-            q_pointers = tile_pointers(
+            q_pointers = pointers_of(
                 q_ptr + head * q_tensor.stride_h, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d
             )
-            dout_pointers = tile_pointers(
+            dout_pointers = pointers_of(
                 dout_ptr + head * dout_tensor.stride_h, first_rows, dims_v, dout_tensor.stride_m, 1
             )
             mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
@@ -162,19 +174,19 @@ def flash_bwd_dkv_kernel(
                     rows = row_tile + first_rows
                     tile_offset = tl.cast(row_tile, tl.int64)
                     # Queries that see no key of the tile are not read: NaN there must have no effect.
-                    q = q_pointers + tile_offset * q_tensor.stride_m
-                    q = load_tile(
-                        q, rows, dims, row_begin, row_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
-                    )  # [BLOCK_M, BLOCK_D]
-                    dout = dout_pointers + tile_offset * dout_tensor.stride_m
-                    dout = load_tile(
-                        dout, rows, dims_v, row_begin, row_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
-                    )  # [BLOCK_M, BLOCK_DV]
+                    q = load_tiles(
+                        q_pointers, tile_offset * q_tensor.stride_m, rows, dims, row_begin, row_end, HEAD_DIM, CHECK_D,
+                        CHECK,
+                    )  # of [BLOCK_M, BLOCK_D]  # fmt: skip
+                    dout = load_tiles(
+                        dout_pointers, tile_offset * dout_tensor.stride_m, rows, dims_v, row_begin, row_end, HEAD_DIM_V,
+                        CHECK_DV, CHECK,
+                    )  # of [BLOCK_M, BLOCK_DV]  # fmt: skip
                     lse_log2, delta = load_statistics(
                         statistics_pointers + tile_offset, rows, row_begin, row_end, CHECK
                     )  # [BLOCK_M], each
-                    q_parts = operand(q, PRECISION, IS_NVIDIA)
-                    raw = product(k, transposed(q_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                    q_parts = operands(q, PRECISION, IS_NVIDIA)
+                    raw = row_products(k, q_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
                     inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
                     readable = (keys_of_groups(keys, PAIR_GROUP) < seqlen_k)[:, None] & (rows < row_end)[None, :]
                     scores, scale, derivative = score_tile(
@@ -185,9 +197,9 @@ def flash_bwd_dkv_kernel(
                     if WALK == 2:
                         # A query that sees no key of the tile must have no effect, but 0 * NaN is NaN.
                         sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
-                        q_parts = operand(tl.where(sees, q, 0.0), PRECISION, IS_NVIDIA)
-                        dout = tl.where(sees, dout, 0.0)
-                    dout_parts = operand(dout, PRECISION, IS_NVIDIA)
+                        q_parts = operands(only_where(sees, q), PRECISION, IS_NVIDIA)
+                        dout = only_where(sees, dout)
+                    dout_parts = operands(dout, PRECISION, IS_NVIDIA)
                     p_kept = p
                     if dropout.HAS_DROPOUT:
                         kept = dropout_keeps(
@@ -196,24 +208,22 @@ def flash_bwd_dkv_kernel(
                         )  # fmt: skip
                         p_kept = tl.where(kept, p, 0.0)
                     if WRITE_DV:
-                        dv = product(operand(p_kept.to(dout.dtype), PRECISION, IS_NVIDIA), dout_parts, dv, PRECISION)
+                        p_parts = operand(p_kept.to(dout[0].dtype), PRECISION, IS_NVIDIA)
+                        dv = with_products(p_parts, dout_parts, dv, None, PRECISION)
                     if WRITE_DK:
-                        dp = product(v, transposed(dout_parts, PRECISION), None, PRECISION)  # [BLOCK_N, BLOCK_M]
+                        dp = row_products(v, dout_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
                         if dropout.HAS_DROPOUT:
                             dp = tl.where(kept, dp * dropout.scale, 0.0)
                         ds = score_gradient(p, dp, delta[None, :], at_edge, rules.HAS_MASK or rules.HAS_BIAS)
                         ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
-                        dk = product(operand(ds.to(q.dtype), PRECISION, IS_NVIDIA), q_parts, dk, PRECISION)
+                        ds = operand(ds.to(q[0].dtype), PRECISION, IS_NVIDIA)
+                        dk = with_products(ds, q_parts, dk, None, PRECISION)
 
     if WRITE_DK:
         dk_ptr += batch * dk_tensor.stride_b + kv_head * dk_tensor.stride_h
-        offsets = keys.to(tl.int64)[:, None] * dk_tensor.stride_m + dims[None, :]
-        inside = (keys < seqlen_k)[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(dk_ptr + offsets, rounded(dk * rules.softmax_scale, dk_ptr.dtype.element_ty), mask=inside)
+        store_tiles(dk_ptr, keys, seqlen_k, dims, dk_tensor.stride_m, times(dk, rules.softmax_scale), HEAD_DIM)
     if WRITE_DV:
         if dropout.HAS_DROPOUT:
-            dv = dv * dropout.scale
+            dv = times(dv, dropout.scale)
         dv_ptr += batch * dv_tensor.stride_b + kv_head * dv_tensor.stride_h
-        offsets = keys.to(tl.int64)[:, None] * dv_tensor.stride_m + dims_v[None, :]
-        inside = (keys < seqlen_k)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-        tl.store(dv_ptr + offsets, rounded(dv, dv_ptr.dtype.element_ty), mask=inside)
+        store_tiles(dv_ptr, keys, seqlen_k, dims_v, dv_tensor.stride_m, dv, HEAD_DIM_V)

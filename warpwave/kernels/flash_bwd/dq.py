@@ -13,6 +13,19 @@ log-sum-exp instead, gradients of rows that one key dominates would be off by th
 
 from __future__ import annotations
 
+from warpwave.kernels.column_tiles import (
+    columns_of,
+    have_nan,
+    load_tiles,
+    only_where,
+    operands,
+    pointers_of,
+    row_products,
+    store_tiles,
+    times,
+    with_products,
+    zeros,
+)
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
@@ -31,18 +44,13 @@ from warpwave.kernels.primitives import (
     in_elements,
     key_ranges,
     keys_of_groups,
-    load_tile,
     operand,
     packed_sequence,
-    product,
-    rounded,
     rules_of_head,
     softmax_step,
     steps_of,
     tile_again,
     tile_of,
-    tile_pointers,
-    transposed,
 )
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -76,7 +84,9 @@ def flash_bwd_dq_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
@@ -156,21 +166,25 @@ def flash_bwd_dq_kernel(
         row_begin, row_last, seqlen_k, low, high, BLOCK_N, window.HAS_LOW, window.HAS_HIGH
     )
 
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    q = tile_pointers(q_ptr, rows, dims, q_tensor.stride_m, q_tensor.stride_d)
-    q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    dout = tile_pointers(dout_ptr, rows, dims_v, dout_tensor.stride_m, 1)
-    dout = load_tile(dout, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+    CHECK_D: tl.constexpr = HEAD_DIM < BLOCK_D + REST_D
+    CHECK_DV: tl.constexpr = HEAD_DIM_V < BLOCK_DV + REST_DV
+    dims = columns_of(BLOCK_D, REST_D)
+    dims_v = columns_of(BLOCK_DV, REST_DV)
+    q = pointers_of(q_ptr, rows, dims, q_tensor.stride_m, q_tensor.stride_d)
+    q = load_tiles(q, 0, rows, dims, 0, seqlen_q, HEAD_DIM, CHECK_D)  # of [BLOCK_M, BLOCK_D]
+    dout = pointers_of(dout_ptr, rows, dims_v, dout_tensor.stride_m, 1)
+    dout = load_tiles(dout, 0, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, CHECK_DV)  # of [BLOCK_M, BLOCK_DV]
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     delta = tl.zeros([BLOCK_M], tl.float32)
     lse_log2 = m_i
     if not OWN_STATISTICS:
-        out = tile_pointers(out_ptr, rows, dims_v, out_tensor.stride_m, 1)
-        out = load_tile(out, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV)  # [BLOCK_M, BLOCK_DV]
+        out = pointers_of(out_ptr, rows, dims_v, out_tensor.stride_m, 1)
+        out = load_tiles(out, 0, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, CHECK_DV)  # of [BLOCK_M, BLOCK_DV]
         # The output of a row that sees nothing is 0, so its upstream gradient must have no effect, NaN included.
-        delta = tl.sum(tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32)), 1)  # [BLOCK_M]
+        for i in tl.static_range(len(out)):
+            terms = dout[i].to(tl.float32) * out[i].to(tl.float32)
+            delta += tl.sum(tl.where(out[i] == 0.0, 0.0, terms), 1)  # [BLOCK_M]
         lse = load_rows(lse_ptr + line, rows, seqlen_q, float("-inf"))  # [BLOCK_M]
         lse_log2 = infinite_if_blind(lse * LOG2_E)
         if HAS_DLSE:
@@ -179,12 +193,12 @@ def flash_bwd_dq_kernel(
     if HAS_SINKS:
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E
 
-    q = operand(q, PRECISION, IS_NVIDIA)
-    dout = operand(dout, PRECISION, IS_NVIDIA)
+    q = operands(q, PRECISION, IS_NVIDIA)
+    dout = operands(dout, PRECISION, IS_NVIDIA)
     first_keys = tl.arange(0, BLOCK_N)
-    k_pointers = tile_pointers(k_ptr, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
-    v_pointers = tile_pointers(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    k_pointers = pointers_of(k_ptr, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
+    v_pointers = pointers_of(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
+    dq = zeros(BLOCK_M, dims)  # of [BLOCK_M, BLOCK_D]
     of_slope = tl.zeros([BLOCK_M], tl.float32)
     # Walk 2 repeats walk 1 if dq has a NaN, perhaps of a key that no query of its tile sees, and has no steps otherwise
     # (flash_fwd).
@@ -193,9 +207,9 @@ def flash_bwd_dq_kernel(
     for WALK in tl.static_range(0 if OWN_STATISTICS else 1, LAST_WALK + 1):
         walk_end = key_end
         if WALK == 2:
-            again = tl.max((dq != dq).to(tl.int32)) != 0
+            again = have_nan(dq)
             walk_end = tl.where(again, key_end, first)
-            dq = tl.where(again, 0.0, dq)
+            dq = only_where(~again, dq)
         for CHECK in tl.static_range(0 if TWO_LOOPS and WALK < 2 else 1, 2):
             begin, end = steps_of(first, whole_begin, whole_end, walk_end, CHECK, TWO_LOOPS and WALK < 2)
             for step in range(begin, end, BLOCK_N):
@@ -208,24 +222,24 @@ def flash_bwd_dq_kernel(
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)
                 # Keys that no query of the tile sees are not read: NaN there must have no effect.
-                k = k_pointers + tile_offset * k_tensor.stride_m
-                k = load_tile(
-                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, CHECK
-                )  # [BLOCK_N, BLOCK_D]
-                v = v_pointers + tile_offset * v_tensor.stride_m
-                v = load_tile(
-                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, CHECK
-                )  # [BLOCK_N, BLOCK_DV]
-                k_parts = operand(k, PRECISION, IS_NVIDIA)
-                v_parts = operand(v, PRECISION, IS_NVIDIA)
-                raw = product(q, transposed(k_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                k = load_tiles(
+                    k_pointers, tile_offset * k_tensor.stride_m, keys, dims, key_begin, key_end, HEAD_DIM, CHECK_D,
+                    CHECK,
+                )  # of [BLOCK_N, BLOCK_D]  # fmt: skip
+                v = load_tiles(
+                    v_pointers, tile_offset * v_tensor.stride_m, keys, dims_v, key_begin, key_end, HEAD_DIM_V, CHECK_DV,
+                    CHECK,
+                )  # of [BLOCK_N, BLOCK_DV]  # fmt: skip
+                k_parts = operands(k, PRECISION, IS_NVIDIA)
+                v_parts = operands(v, PRECISION, IS_NVIDIA)
+                raw = row_products(q, k_parts, PRECISION)  # [BLOCK_M, BLOCK_N]
                 inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
                 readable = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, derivative = score_tile(
                     raw, rows[:, None], keys[None, :], inside, readable, at_edge, low, high, seqlen_k - seqlen_q,
                     mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
-                dp = product(dout, transposed(v_parts, PRECISION), None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                dp = row_products(dout, v_parts, PRECISION)  # [BLOCK_M, BLOCK_N]
                 if dropout.HAS_DROPOUT:
                     kept = dropout_keeps(
                         dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
@@ -246,8 +260,9 @@ def flash_bwd_dq_kernel(
                     if WRITE_DQ:
                         ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
                         if WALK == 2:
-                            k_parts = operand(tl.where(any_of(p, 0)[:, None], k, 0.0), PRECISION, IS_NVIDIA)
-                        dq = product(operand(ds.to(k.dtype), PRECISION, IS_NVIDIA), k_parts, dq, PRECISION)
+                            k_parts = operands(only_where(any_of(p, 0)[:, None], k), PRECISION, IS_NVIDIA)
+                        ds = operand(ds.to(k[0].dtype), PRECISION, IS_NVIDIA)
+                        dq = with_products(ds, k_parts, dq, None, PRECISION)
         if WALK == 0:
             m_all = tl.maximum(m_i, sink_log2)
             m_shift = tl.where(m_all == float("-inf"), 0.0, m_all)
@@ -268,6 +283,4 @@ def flash_bwd_dq_kernel(
     if WRITE_DQ:
         # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
         dq_ptr += batch * dq_tensor.stride_b + head * dq_tensor.stride_h
-        offsets = rows.to(tl.int64)[:, None] * dq_tensor.stride_m + dims[None, :]
-        inside = (rows < seqlen_q)[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(dq_ptr + offsets, rounded(dq * rules.softmax_scale, dq_ptr.dtype.element_ty), mask=inside)
+        store_tiles(dq_ptr, rows, seqlen_q, dims, dq_tensor.stride_m, times(dq, rules.softmax_scale), HEAD_DIM)

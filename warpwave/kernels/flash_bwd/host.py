@@ -26,14 +26,13 @@ from warpwave.gpu import Gpu, reads_shared_memory
 from warpwave.kernels import dropout, reasons
 from warpwave.kernels.arguments import (
     band_constants,
+    column_widths,
     feature_constants,
     lse_strides,
     matrix_options,
-    padded,
     pair_group,
     score_rules,
     straightener,
-    tile_widths,
     token_strides,
     two_loops,
     window,
@@ -259,13 +258,13 @@ def specify(
             flash_bwd_dq_kernel, blocks, tile, tile.block_m,
             [*shared, *in_units(out, dq), *heads],
             {
-                "TWO_LOOPS": has_two_loops(tile.block_m, padded(problem.head_dim)),
+                "TWO_LOOPS": has_two_loops(tile.block_m, column_widths(problem, gpu, tile.block_m)[0][0]),
                 **statistics,
                 **{name: t is not None for name, t in written.items()},
             },
         )
     ]  # fmt: skip
-    widest = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    (width, _), (width_v, _) = column_widths(problem, gpu, config.dkv.block_n)
     for own_dk, own_dv in _launches_of_keys(config, dk, dv):
         tile = config.dkv
         blocks = -(-problem.seqlen_k // tile.block_n) * problem.num_heads_kv * problem.batch
@@ -274,7 +273,7 @@ def specify(
                 flash_bwd_dkv_kernel, blocks, tile, tile.block_n,
                 [*shared, *in_units(own_dk, own_dv), *heads],
                 {
-                    "TWO_LOOPS": has_two_loops(tile.block_n, widest),
+                    "TWO_LOOPS": has_two_loops(tile.block_n, max(width, width_v)),
                     "WRITE_DK": own_dk is not None,
                     "WRITE_DV": own_dv is not None,
                 },
@@ -328,7 +327,7 @@ def stride_unit(operands: AnyOperands, out: torch.Tensor, dout: torch.Tensor, ou
 
 def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit: int) -> dict[str, int | bool | str]:
     """Returns the compile-time arguments that all kernels have, by name."""
-    block_d, block_dv = tile_widths(problem, gpu, owned)
+    widths, widths_v = column_widths(problem, gpu, owned)
     features = feature_constants(problem)
     del features["HAS_SINKS"]  # the log-sum-exp includes them
     return {
@@ -337,8 +336,10 @@ def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit
         "STRIDE_UNIT": unit,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
+        "BLOCK_D": widths[0],
+        "REST_D": widths[1],
+        "BLOCK_DV": widths_v[0],
+        "REST_DV": widths_v[1],
         **band_constants(problem),
         **features,
         "HAS_DROPOUT": problem.dropout_p > 0,

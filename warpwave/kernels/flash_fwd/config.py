@@ -9,7 +9,7 @@ from typing import Any
 
 from warpwave.gpu import KIB, Gpu
 from warpwave.kernels import rules
-from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.kernels.arguments import dot_precision, padded, total_widths
 from warpwave.kernels.cost import bytes_per_score
 from warpwave.kernels.descales import FLOAT8
 from warpwave.kernels.prepass.split_ahead import PARTS
@@ -55,7 +55,7 @@ class Config:
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
-    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
+    block_d, block_dv = total_widths(problem, gpu, config.block_m)
     if problem.is_quantized:
         return _smem_bytes_of_quantized(problem, gpu, config)
     if arithmetic in PARTS:
@@ -77,12 +77,14 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
             return 2 * (q + p) + config.num_stages * kv  # an operand and its remainder coexist
         beside = kv // 2 + 1024 if config.block_m >= 64 else 0  # K or V changes layout (compiled figures)
         return q + config.num_stages * kv + max(q, kv) // 2 + beside
+    if gpu.has_mma:
+        return q + p + max(1, config.num_stages - 1) * kv + 1024  # a tile is in registers when the next one arrives
     return q + p // 2 + config.num_stages * kv + 1024  # 1024 for barriers
 
 
 def _smem_bytes_of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns `smem_bytes` of a quantized call. V also goes through registers, to be transposed or converted."""
-    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
+    block_d, block_dv = total_widths(problem, gpu, config.block_m)
     size_v = DTYPE_BYTES[problem.dtype_of_v]
     of_product = 1 if problem.dtype_of_v in FLOAT8.values() else 2  # bytes of an element of P and V in the matrix unit
     q, k = config.block_m * block_d, config.block_n * block_d
@@ -102,7 +104,7 @@ def _smem_bytes_of_quantized(problem: AttentionProblem, gpu: Gpu, config: Config
 def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, size: int) -> int:
     """Returns `smem_bytes` if an element becomes parts of `size` bytes in total. Either float32 tiles arrive, and their
     parts, which the matrix unit takes, are stored in addition; or parts arrive, and nothing else is stored."""
-    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
+    block_d, block_dv = total_widths(problem, gpu, config.block_m)
     q, p = config.block_m * block_d, config.block_m * config.block_n
     k, v = config.block_n * block_d, config.block_n * block_dv
     stages = config.num_stages if gpu.vendor == "nvidia" or gpu.arch == "gfx950" else max(1, config.num_stages - 1)

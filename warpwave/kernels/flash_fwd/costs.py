@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from warpwave.gpu import WGMMA_OR_TCGEN05, Gpu
-from warpwave.kernels.arguments import dot_precision, padded, tile_widths
+from warpwave.gpu import Gpu
+from warpwave.kernels.arguments import dot_precision, total_widths
 from warpwave.kernels.cost import (
     ODD_ROWS,
     Cost,
@@ -27,7 +27,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     split_ahead, it includes what the first launch reads, and the parts that it writes. The factors of quantized
     tensors, one number a tile, are left out."""
     size, size_out = DTYPE_BYTES[problem.dtype], DTYPE_BYTES[problem.dtype_of_out]
-    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
+    block_d, block_dv = total_widths(problem, gpu, config.block_m)
     visited, longest, items, cut = walk(problem, config.block_m, config.block_n)
     scores = visited * config.block_m * config.block_n
     rows = problem.rows * problem.num_heads_q
@@ -41,8 +41,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     key_reads = visited * config.block_n * key_bytes
     multiply_adds = problem.dtype == "float32" and arithmetic == "ieee"
     products = (
-        (config.block_m, config.block_n, padded(problem.head_dim)),
-        (config.block_m, padded(problem.head_dim_v), config.block_n),
+        (config.block_m, config.block_n, block_d),
+        (config.block_m, block_dv, config.block_n),
     )
     split = scores + visited * config.block_n * (block_d + block_dv)  # elements of P, K and V split in the loop
     out_bytes = rows * (problem.head_dim_v * size_out + (4 if problem.return_lse else 0))
@@ -62,7 +62,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         cut=cut,
         far=waits_for_memory(config.num_stages),
         items=items,  # blocks past the end of a packed sequence have no work
-        smem_margin=_smem_margin(gpu, config, block_d) if size == 2 and gpu.vendor == "nvidia" else 0,
+        smem_margin=_smem_margin(gpu, config) if size == 2 and gpu.vendor == "nvidia" else 0,
         loop=_loop(problem, block_d, multiply_adds),
         threads=config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
@@ -86,23 +86,24 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
 
 
-def _smem_margin(gpu: Gpu, config: Config, block_d: int) -> int:
-    """Returns `Cost.smem_margin` of 16-bit inputs: P, barriers, and Q where the matrix unit takes it from registers."""
-    in_registers = config.block_m * block_d * 2 if gpu.capability not in WGMMA_OR_TCGEN05 else 0
-    return config.block_m * config.block_n + 1024 + in_registers
+def _smem_margin(gpu: Gpu, config: Config) -> int:
+    """Returns `Cost.smem_margin` of 16-bit inputs: P, half of it where the matrix unit reads shared memory, and
+    barriers."""
+    return config.block_m * config.block_n * (2 if gpu.has_mma else 1) + 1024
 
 
 def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns approximately the registers of a thread: output and scores of its rows in float32, probabilities, and
     some forty more."""
     threads = max(1, config.num_warps * gpu.warp_size)
-    elements = config.block_m * (padded(problem.head_dim_v) + config.block_n * 3 // 2)
+    block_d, block_dv = total_widths(problem, gpu, config.block_m)
+    elements = config.block_m * (block_dv + config.block_n * 3 // 2)
     if problem.dtype == "float32" and dot_precision(problem, gpu) == "ieee":
         # Multiply-adds hold operands too, and tiles that are not in flight pass through registers.
-        loaded = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v))
+        loaded = config.block_n * (block_d + block_dv)
         elements += 44 * threads + (loaded if config.num_stages == 1 else 0)
     elif problem.dtype == "float32" and config.block_m < 64:  # every warp holds the parts of all rows of Q
-        elements += threads * (40 + 3 * config.block_m * padded(problem.head_dim) // (2 * gpu.warp_size))
+        elements += threads * (40 + 3 * config.block_m * block_d // (2 * gpu.warp_size))
     return min(gpu.registers_per_thread or 255, 40 + elements // threads)
 
 

@@ -29,6 +29,7 @@ from warpwave.kernels.arguments import (
     allocator,
     band_constants,
     behind,
+    column_widths,
     dot_precision,
     feature_constants,
     lse_strides,
@@ -41,6 +42,19 @@ from warpwave.kernels.arguments import (
     token_strides,
     two_loops,
     window,
+)
+from warpwave.kernels.column_tiles import (
+    columns_of,
+    have_nan,
+    load_tiles,
+    only_where,
+    operands,
+    pointers_of,
+    row_products,
+    store_tiles,
+    times,
+    with_products,
+    zeros,
 )
 from warpwave.kernels.descales import float8_out, probabilities
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
@@ -59,12 +73,8 @@ from warpwave.kernels.primitives import (
     key_ranges,
     keys_of_groups,
     load_parts,
-    load_tile,
-    only_rows,
     operand,
     packed_sequence,
-    product,
-    rounded,
     rules_of_head,
     softmax_step,
     steps_of,
@@ -72,7 +82,6 @@ from warpwave.kernels.primitives import (
     tile_again,
     tile_of,
     tile_pointers,
-    transposed,
 )
 from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, QuantizedOperands, by_kind
 from warpwave.runtime import launch
@@ -115,7 +124,9 @@ def flash_fwd_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    REST_DV: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -186,15 +197,17 @@ def flash_fwd_kernel(
     )
 
     # State of the online softmax --------------------------------------------------------------------------------------
-    dims = tl.arange(0, BLOCK_D)
-    dims_v = tl.arange(0, BLOCK_DV)
-    q = tile_pointers(q_ptr, rows, dims, q_tensor.stride_m, q_tensor.stride_d)
-    q = load_tile(q, rows, dims, 0, seqlen_q, HEAD_DIM, HEAD_DIM < BLOCK_D)  # [BLOCK_M, BLOCK_D]
-    q = operand(q, PRECISION, IS_NVIDIA)
+    CHECK_D: tl.constexpr = HEAD_DIM < BLOCK_D + REST_D
+    CHECK_DV: tl.constexpr = HEAD_DIM_V < BLOCK_DV + REST_DV
+    dims = columns_of(BLOCK_D, REST_D)
+    dims_v = columns_of(BLOCK_DV, REST_DV)
+    q = pointers_of(q_ptr, rows, dims, q_tensor.stride_m, q_tensor.stride_d)
+    q = load_tiles(q, 0, rows, dims, 0, seqlen_q, HEAD_DIM, CHECK_D)  # of [BLOCK_M, BLOCK_D]
+    q = operands(q, PRECISION, IS_NVIDIA)
     first_keys = tl.arange(0, BLOCK_N)
-    k_pointers = tile_pointers(k_ptr, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
-    v_pointers = tile_pointers(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_pointers = pointers_of(k_ptr, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
+    v_pointers = pointers_of(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
+    acc = zeros(BLOCK_M, dims_v)  # of [BLOCK_M, BLOCK_DV]
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     scale = rules.softmax_scale
@@ -223,9 +236,9 @@ def flash_fwd_kernel(
     # does it if out has a NaN, and has no steps otherwise.
     for WALK in tl.static_range(0 if TWO_LOOPS else 1, 3 if rules.HAS_MASK or rules.HAS_BIAS else 2):
         if WALK == 2:
-            again = tl.max((acc != acc).to(tl.int32)) != 0
+            again = have_nan(acc)
             begin, end = first, tl.where(again, key_end, first)
-            acc = tl.where(again, 0.0, acc)
+            acc = only_where(~again, acc)
             m_i = tl.where(again, float("-inf"), m_i)
             l_of_first = l_i
         else:
@@ -241,18 +254,18 @@ def flash_fwd_kernel(
             keys = key_tile + first_keys
             tile_offset = tl.cast(key_tile, tl.int64)
             # Keys that no query of the tile sees are not read: NaN there must have no effect.
-            k = k_pointers + tile_offset * k_tensor.stride_m
+            k_offset = tile_offset * k_tensor.stride_m
             if SPLIT_AHEAD:
                 k = load_parts(
-                    k, stride_kp, keys, dims, key_begin, key_end, PRECISION, WALK > 0
+                    k_pointers[0] + k_offset, stride_kp, keys, dims[0], key_begin, key_end, PRECISION, WALK > 0
                 )  # of [BLOCK_N, BLOCK_D]
+                k = (k,)
             else:
-                k = load_tile(
-                    k, keys, dims, key_begin, key_end, HEAD_DIM, HEAD_DIM < BLOCK_D, WALK > 0
-                )  # [BLOCK_N, BLOCK_D]
-                k = operand(k, PRECISION, IS_NVIDIA)
-            k = transposed(k, PRECISION)
-            scores = product(q, k, None, PRECISION)  # [BLOCK_M, BLOCK_N]
+                k = load_tiles(
+                    k_pointers, k_offset, keys, dims, key_begin, key_end, HEAD_DIM, CHECK_D, WALK > 0
+                )  # of [BLOCK_N, BLOCK_D]
+                k = operands(k, PRECISION, IS_NVIDIA)
+            scores = row_products(q, k, PRECISION)  # [BLOCK_M, BLOCK_N]
             if descales.QUANTIZED:
                 scores = scores.to(tl.float32)  # sums of products of int8 are int32, and exact in float32
                 scale = scale_of_tile * tl.load(k_descale_ptr + key_tile // descales.K_BLOCK * descales.k.stride_n)
@@ -294,50 +307,47 @@ def flash_fwd_kernel(
                     dropout.threshold,
                 )  # fmt: skip
                 p = tl.where(kept, p, 0.0)
-            v = v_pointers + tile_offset * v_tensor.stride_m
+            if WALK == 2:
+                seen = (tl.max((scores != float("-inf")).to(tl.int32), 0) != 0)[:, None]  # [BLOCK_N, 1]
+            v_offset = tile_offset * v_tensor.stride_m
             if SPLIT_AHEAD:
                 v = load_parts(
-                    v, stride_vp, keys, dims_v, key_begin, key_end, PRECISION, WALK > 0
+                    v_pointers[0] + v_offset, stride_vp, keys, dims_v[0], key_begin, key_end, PRECISION, WALK > 0
                 )  # of [BLOCK_N, BLOCK_DV]
                 if WALK == 2:
-                    seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                    v = only_rows(v, seen != 0, PRECISION)
+                    v = only_where(seen, v)
+                v = (v,)
             else:
-                v = load_tile(
-                    v, keys, dims_v, key_begin, key_end, HEAD_DIM_V, HEAD_DIM_V < BLOCK_DV, WALK > 0
-                )  # [BLOCK_N, BLOCK_DV]
+                v = load_tiles(
+                    v_pointers, v_offset, keys, dims_v, key_begin, key_end, HEAD_DIM_V, CHECK_DV, WALK > 0
+                )  # of [BLOCK_N, BLOCK_DV]
                 if WALK == 2:
-                    seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                    v = tl.where((seen != 0)[:, None], v, tl.zeros_like(v))
+                    v = only_where(seen, v)
                 if descales.QUANTIZED:
                     p = probabilities(p, P_DTYPE, descales.P_SCALE)
-                    v = v.to(p.dtype) if V_DTYPE == tl.int8 else v
+                    v = (v[0].to(p.dtype),) if V_DTYPE == tl.int8 else v
                 else:
-                    p = p.to(v.dtype)
-                v = operand(v, PRECISION, IS_NVIDIA)
+                    p = p.to(v[0].dtype)
+                v = operands(v, PRECISION, IS_NVIDIA)
             p = operand(p, PRECISION, IS_NVIDIA)
-            if descales.v.ptr is None:
-                acc = product(p, v, acc * alpha[:, None], PRECISION)  # [BLOCK_M, BLOCK_DV]
-            else:
+            v_factor = None
+            if descales.v.ptr is not None:
                 # Hopper's matrix unit accumulates float8 products in few bits: the sum over all keys is kept outside
                 # of it.
-                of_tile = product(p, v, None, PRECISION)  # [BLOCK_M, BLOCK_DV]
                 v_factor = tl.load(v_descale_ptr + key_tile // descales.V_BLOCK * descales.v.stride_n)
-                acc = acc * alpha[:, None] + of_tile * v_factor
+            acc = with_products(p, v, times(acc, alpha[:, None]), v_factor, PRECISION)  # of [BLOCK_M, BLOCK_DV]
         if WALK == 2:
             l_i = l_of_first  # the same sum, but walk 2 may add in another order
 
     m_i, l_i, row_scale = final_state(m_i, l_i, sinks_ptr, head, HAS_SINKS)
-    out = acc * row_scale[:, None]
+    out = times(acc, row_scale[:, None])
     if dropout.HAS_DROPOUT:
-        out = out * dropout.scale
+        out = times(out, dropout.scale)
     if descales.QUANTIZED:
-        out = out * (1.0 / descales.P_SCALE)
+        out = times(out, 1.0 / descales.P_SCALE)
         if descales.out_ptr is not None:
-            out = float8_out(out, descales.out_ptr, descales.LARGEST_OUT)
-    offsets = rows.to(tl.int64)[:, None] * out_tensor.stride_m + dims_v[None, :]
-    inside = (rows < seqlen_q)[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-    tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+            out = (float8_out(out[0], descales.out_ptr, descales.LARGEST_OUT),)
+    store_tiles(out_ptr, rows, seqlen_q, dims_v, out_tensor.stride_m, out, HEAD_DIM_V)
     if WRITE_LSE:
         tl.store(lse_ptr + rows, lse_of(m_i, l_i), mask=rows < seqlen_q)
 
@@ -488,15 +498,17 @@ def stride_unit(operands: AnyOperands, out: torch.Tensor) -> int:
 
 def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -> dict[str, int | bool | str]:
     """Returns the compile-time arguments of the kernel, by name."""
-    block_d, block_dv = tile_widths(problem, gpu, config.block_m)
+    widths, widths_v = column_widths(problem, gpu, config.block_m)
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STRIDE_UNIT": unit,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
+        "BLOCK_D": widths[0],
+        "REST_D": widths[1],
+        "BLOCK_DV": widths_v[0],
+        "REST_DV": widths_v[1],
         **band_constants(problem),
         **feature_constants(problem),
         "HAS_DROPOUT": problem.dropout_p > 0,
@@ -506,7 +518,7 @@ def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -
         "SPLIT_AHEAD": config.split_ahead,
         "IS_NVIDIA": gpu.vendor == "nvidia",
         # By wgmma 26 calls are 0.965 times as fast (2026-11-27-h200-forward-loops.json); tcgen05 was not measured.
-        "TWO_LOOPS": two_loops(gpu, config.block_m, block_dv) and not reads_shared_memory(gpu, config.block_m),
+        "TWO_LOOPS": two_loops(gpu, config.block_m, widths_v[0]) and not reads_shared_memory(gpu, config.block_m),
         **descales.constants(problem),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from warpwave.gpu import WGMMA_ROWS, Gpu
+from warpwave.gpu import TCGEN05, WGMMA_ROWS, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import SWIZZLE_WIDTH, padded, split_operand
 from warpwave.kernels.large_head_dim import latent_host as latent
@@ -141,7 +141,7 @@ def registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 def fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     """Returns whether a config fits shared memory, and tensor memory where accumulators lie there."""
-    if gpu.capability in (100, 103) and config.q_resident and config.block_m >= 64:
+    if gpu.capability in TCGEN05 and config.q_resident and config.block_m >= 64:
         # Accumulators and scores are in tensor memory, which has a fixed number of columns; above it, compilation
         # fails.
         block_v, v_pieces = columns_of(problem, config)

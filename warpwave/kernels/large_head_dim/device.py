@@ -156,7 +156,7 @@ def large_head_dim_kernel(
         if Q_RESIDENT:
             for c in tl.static_range(pieces):
                 k = _load_piece(k_rows, keys, key_begin, key_end, c * BLOCK_D, k_tensor.stride_d, HEAD_DIM, BLOCK_D)
-                raw = product(q[c], transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION), raw, PRECISION)
+                raw = product(q[c], transposed(operand(k, PRECISION, IS_NVIDIA)), raw, PRECISION)
                 if V_IN_K and c < V_PIECES:
                     values = values + (k,)  # type: ignore[assignment]  # [BLOCK_N, BLOCK_V]
         else:
@@ -170,7 +170,7 @@ def large_head_dim_kernel(
                     q_rows, rows, 0, seqlen_q, d, q_tensor.stride_d, HEAD_DIM, BLOCK_D
                 )  # [BLOCK_M, BLOCK_D]
                 k = _load_piece(k_rows, keys, key_begin, key_end, d, k_tensor.stride_d, HEAD_DIM, BLOCK_D)
-                k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
+                k = transposed(operand(k, PRECISION, IS_NVIDIA))
                 raw = product(operand(a, PRECISION, IS_NVIDIA), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
         scores = score_bits(
             raw, rows, keys, row_inside, key_end, seqlen_k - seqlen_q, low, high, mask_rows, bias_rows, slopes_log2,

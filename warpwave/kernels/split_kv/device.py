@@ -6,6 +6,7 @@ Keys are one split of the keys that the rows see, in pages of a pool or contiguo
 
 from __future__ import annotations
 
+from warpwave.kernels.column_tiles import only_where, operands, row_products, times, with_products
 from warpwave.kernels.groups import (
     CacheDescales,
     InUnits,
@@ -30,14 +31,12 @@ from warpwave.kernels.primitives import (
     load_tile,
     operand,
     packed_sequence,
-    product,
     rounded,
     scaled_to_float16,
     slope_in_bits,
     softmax_step,
     tanh,
     tile_pointers,
-    transposed,
     visible_keys,
 )
 from warpwave.runtime.triton_or_stub import jit, tl
@@ -98,33 +97,6 @@ def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @jit
-def _times(acc, factor):
-    """Returns every accumulator times a factor."""
-    found = ()
-    for i in tl.static_range(len(acc)):
-        found = found + (acc[i] * factor,)
-    return found
-
-
-@jit
-def _only_where(condition, parts):
-    """Returns every part where the condition holds, and zeros elsewhere."""
-    found = ()
-    for i in tl.static_range(len(parts)):
-        found = found + (tl.where(condition, parts[i], 0.0),)
-    return found
-
-
-@jit
-def _operands(tiles, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
-    """Returns the `operand` of every tile."""
-    found = ()
-    for i in tl.static_range(len(tiles)):
-        found = found + (operand(tiles[i], PRECISION, IS_NVIDIA),)
-    return found
-
-
-@jit
 def _load_queries(
     pointers, queries, dims, stride_qd, seqlen_q, HEAD_DIM: tl.constexpr, CHECK_COLUMNS: tl.constexpr,
     FACTORS: tl.constexpr, IN_WORDS: tl.constexpr, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr,
@@ -137,7 +109,7 @@ def _load_queries(
     power = 1.0
     if FACTORS != "":
         q, power = scaled_to_float16(q)
-    return _operands(q, PRECISION, IS_NVIDIA), power
+    return operands(q, PRECISION, IS_NVIDIA), power
 
 
 @jit
@@ -156,29 +128,6 @@ def _load_keys(
         return (in_float16(tile, IS_NVIDIA),)
     else:
         return (tile,)
-
-
-@jit
-def _scores(q, k, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
-    """Returns the sum of the products of the operands of Q and the transposed tiles of K."""
-    scores = None
-    for i in tl.static_range(len(k)):
-        scores = product(q[i], transposed(operand(k[i], PRECISION, IS_NVIDIA), PRECISION), scores, PRECISION)
-    return scores
-
-
-@jit
-def _with_values(p, v, acc, factor, PRECISION: tl.constexpr, IS_NVIDIA: tl.constexpr):
-    """Returns the accumulators plus a factor times the products of the operand of P and the tiles of V. The factor is
-    None for 1."""
-    found = ()
-    for i in tl.static_range(len(v)):
-        values = operand(v[i], PRECISION, IS_NVIDIA)
-        if factor is None:
-            found = found + (product(p, values, acc[i], PRECISION),)
-        else:
-            found = found + (acc[i] + product(p, values, None, PRECISION) * factor,)
-    return found
 
 
 @jit
@@ -426,7 +375,7 @@ def split_kv_kernel(
                     q_tile, queries, COLUMNS * dims, q_tensor.stride_d, asking, HEAD_DIM, HEAD_DIM < BLOCK_D,
                     descales.FACTORS, IN_WORDS, PRECISION, IS_NVIDIA,
                 )  # fmt: skip
-            scores = _scores(q, k, PRECISION, IS_NVIDIA)  # [BLOCK_M, BLOCK_N]
+            scores = row_products(q, operands(k, PRECISION, IS_NVIDIA), PRECISION)  # [BLOCK_M, BLOCK_N]
             if descales.FACTORS == "head":
                 scores = scores * (q_power * k_factor)[:, None]
             elif descales.FACTORS == "token":
@@ -469,8 +418,8 @@ def split_kv_kernel(
             if rules.HAS_MASK or rules.HAS_BIAS:
                 # A value that no query of the tile sees must have no effect, but 0 * NaN is NaN.
                 seen = tl.max((scores != float("-inf")).to(tl.int32), 0)  # [BLOCK_N]
-                v = _only_where((seen != 0)[:, None], v)
-            kept, factor = _times(acc, alpha[:, None]), None
+                v = only_where((seen != 0)[:, None], v)
+            kept, factor = times(acc, alpha[:, None]), None
             if descales.FACTORS == "token":
                 # Relative to the largest weight of the row: small factors would make 16-bit weights subnormal.
                 factors = factors_of_cells(descales.v, page, cells, kv_head)
@@ -481,24 +430,24 @@ def split_kv_kernel(
             elif descales.FACTORS == "head":
                 p = p * WEIGHT
             p = operand(p.to(v[0].dtype), PRECISION, IS_NVIDIA)
-            acc = _with_values(p, v, kept, factor, PRECISION, IS_NVIDIA)
+            acc = with_products(p, operands(v, PRECISION, IS_NVIDIA), kept, factor, PRECISION)
 
             if PIECES > 0:
                 piece_ends = ((key_tile + BLOCK_N - first) % piece_keys == 0) | (key_tile + BLOCK_N >= end)
                 if piece_ends:
                     part = (key_tile - first) // piece_keys
                     if descales.FACTORS == "head":
-                        acc = _times(acc, v_factor)
+                        acc = times(acc, v_factor)
                     _store_part(
                         splits, part, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V
                     )
-                acc = _only_where(~piece_ends, acc)
+                acc = only_where(~piece_ends, acc)
                 m_i = tl.where(piece_ends, float("-inf"), m_i)
                 l_i = tl.where(piece_ends, 0.0, l_i)
 
     # Results ----------------------------------------------------------------------------------------------------------
     if descales.FACTORS == "head":
-        acc = _times(acc, v_factor)
+        acc = times(acc, v_factor)
     if PIECES > 0:
         # Unused parts: every block of the tile writes a few of them. Their accumulators have no weight.
         for part in range(used + split, PIECES, num_splits):
@@ -509,7 +458,7 @@ def split_kv_kernel(
         _store_part(splits, split, acc, m_i, l_i, rows_heads, row_head, in_range, COLUMNS * dims_v, HEAD_DIM_V)
     if not IN_PARTS:
         m_i, l_i, scale = final_state(m_i, l_i, sinks_ptr, heads, HAS_SINKS)
-        _store_rows(out_ptr, row_head, _times(acc, scale[:, None]), in_range, COLUMNS * dims_v, HEAD_DIM_V)
+        _store_rows(out_ptr, row_head, times(acc, scale[:, None]), in_range, COLUMNS * dims_v, HEAD_DIM_V)
         if WRITE_LSE:
             offsets = lse_offset(first_row + queries, heads, num_heads_q, lse_rows)
             tl.store(lse_ptr + offsets, lse_of(m_i, l_i), mask=in_range)

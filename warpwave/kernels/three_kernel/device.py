@@ -114,7 +114,7 @@ def chunk_scores_kernel(
         q = load_tile(q_pointers, rows, dims, 0, seqlen_q, HEAD_DIM, check)  # [BLOCK_M, BLOCK_K]
         # Keys that no query of the tile sees are not read: NaN there must have no effect.
         k = load_tile(k_pointers, keys, dims, key_begin, key_end, HEAD_DIM, check)  # [BLOCK_N, BLOCK_K]
-        k = transposed(operand(k, PRECISION, IS_NVIDIA), PRECISION)
+        k = transposed(operand(k, PRECISION, IS_NVIDIA))
         raw = product(operand(q, PRECISION, IS_NVIDIA), k, raw, PRECISION)  # [BLOCK_M, BLOCK_N]
         dims += BLOCK_K
         q_pointers += tl.cast(q_tensor.stride_d, tl.int64) * BLOCK_K

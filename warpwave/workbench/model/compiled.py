@@ -26,7 +26,7 @@ class Key(NamedTuple):
     Args:
         kernel, arch: its name and target.
         size: bytes of an element.
-        widths: head_dim and head_dim_v; up to 256 rounded up to powers of two, as tiles are.
+        widths: of the tiles that hold a row of K, and a row of V.
         banded: whether a causal mask or a window hides pairs by position.
         config: the config's values in words.
     """
@@ -57,15 +57,23 @@ def key(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> Key:
         kernel,
         SAME_CODE.get(gpu.arch, gpu.arch),
         4 if problem.dtype == "float32" else 2,
-        f"{_tile_width(problem.head_dim)} {_tile_width(problem.head_dim_v)}",
+        "{} {}".format(*_widths(kernel, problem, gpu, config)),
         problem.has_band,
         ", ".join(f"{name}={value}" for name, value in asdict(config).items()),
     )
 
 
-def _tile_width(head_dim: int) -> int:
-    """Returns the width of a tile that holds whole rows. Larger heads are cut into pieces, each in another way."""
-    return 1 << (head_dim - 1).bit_length() if head_dim <= 256 else head_dim
+def _widths(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> tuple[int, int]:
+    """Returns the columns of the tiles that hold a row of K, and a row of V. Larger heads are cut into pieces, each in
+    another way."""
+    from warpwave.kernels.arguments import padded, total_widths  # which imports torch
+
+    head_dims = problem.head_dim, problem.head_dim_v
+    if max(head_dims) > 256:
+        return head_dims
+    if kernel == "flash_fwd":
+        return total_widths(problem, gpu, config.block_m)
+    return padded(head_dims[0]), padded(head_dims[1])
 
 
 @functools.cache
