@@ -91,16 +91,22 @@ def test_other_operands_may_be_strided(features: dict[str, Any], kernel: str, re
 
 
 @each_kernel
-@pytest.mark.parametrize("begin", [1, 8, 16])
-def test_masks_and_biases_may_begin_anywhere(begin: int, kernel: str, request: pytest.FixtureRequest) -> None:
-    """Strides that are multiples of 16 say nothing about the address of the first key."""
-    call = cases.build(replace(CASE, mask="full", bias="full", lengths=(67, 96)), "normal", DEVICE)
+@pytest.mark.parametrize(
+    ("keys", "row", "begin"), [(96, 128, 1), (96, 128, 8), (96, 128, 16), (96, 97, 0), (67, 128, 0), (67, 67, 1)]
+)
+def test_masks_and_biases_may_begin_anywhere(
+    keys: int, row: int, begin: int, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """A thread may load 16 keys at once if the address and all strides are multiples of 16, and one key otherwise."""
+    call = cases.build(replace(CASE, mask="full", bias="full", lengths=(67, keys)), "normal", DEVICE)
     if harness.refuses(kernel, call, request):
         return
     moved = {}
     for name in ("mask", "bias"):
         x = getattr(call.operands, name)
-        moved[name] = x.new_zeros(*x.shape[:-1], 128)[..., begin : begin + 96].copy_(x)
+        rows = x.new_zeros(*x.shape[:-1], row).flatten()
+        rows = torch.cat((rows, rows.new_zeros(16)))[begin:]
+        moved[name] = rows[: rows.numel() - 16 + begin].view(*x.shape[:-1], row)[..., :keys].copy_(x)
     assert_bit_equal(kernel, call, substitute(call, **moved))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import EAGER, FLASH, HIDE, NAIVE, PARTIALS, PASSES, PRIMITIVES, STORE, TILED, Mutant
+from tests.mutants.mutant import EAGER, FLASH, HIDE, NAIVE, PARTIALS, PASSES, PRIMITIVES, TILED, Mutant
 
 # The eleven that correctness is first asked about. Portable Triton has no barrier of its own to drop; the nearest
 # mistake it lets one make is to serve a call with what was prepared for another.
@@ -24,7 +24,7 @@ NAMED = [
     ),
     Mutant(
         "accumulator not rescaled", FLASH,
-        "v, acc * alpha[:, None], PRECISION)", "v, acc, PRECISION)",
+        "p, v, times(acc, alpha[:, None]),", "p, v, acc,",
         "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-sharp-flash_fwd", "FAIL B2 RMS of out",
     ),
     Mutant(
@@ -44,7 +44,7 @@ NAMED = [
     ),
     Mutant(
         "last row of each tile not stored", FLASH,
-        STORE, STORE.replace("inside", "inside & (rows != row_last)[:, None]"),
+        "store_tiles(out_ptr, rows, seqlen_q,", "store_tiles(out_ptr, rows, row_last,",
         "test_poison.py::test_every_cell_is_written", "flash_fwd and d64-h4x2", "isnan",
     ),
     Mutant(
@@ -140,13 +140,23 @@ OTHERS = [
     ),
     Mutant(
         "NaN leaks from values that nobody sees", FLASH,
-        "v, keys, dims_v, key_begin, key_end,", "v, keys, dims_v, 0, seqlen_k,",
+        "v_offset, keys, dims_v, key_begin, key_end,", "v_offset, keys, dims_v, 0, seqlen_k,",
         "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "window-bfloat16-nan-flash_fwd", "bits(",
     ),
     Mutant(
         "a second walk over the keys adds to the sums of the first", FLASH,
-        "acc = tl.where(again, 0.0, acc)", "acc += 0.0",
+        "acc = only_where(~again, acc)", "acc = times(acc, 1.0)",
         "test_pairs.py::test_keys_that_no_query_sees_may_hold_anything", "bias-bfloat16-nan-flash_fwd", "bits(",
+    ),
+    Mutant(
+        "scores of the second tile of columns alone", "kernels/column_tiles.py",
+        "transposed(b[i]), total, PRECISION)", "transposed(b[i]), None, PRECISION)",
+        "test_gates.py::test_case_grid", "float16-113x103-d192x128-h2x1-b2-normal-flash_fwd", "FAIL B2 RMS of out",
+    ),
+    Mutant(
+        "a mask at any address is read in groups", "kernels/arguments.py",
+        "tensor.data_ptr() % 16 == 0", "tensor.data_ptr() >= 0",
+        "../kernels/test_arguments.py::test_masks_and_biases_that_groups_cannot_read_are_copied", "", "is not",
     ),
     Mutant(
         "keys of a mask read in groups whatever its strides", "kernels/arguments.py",
@@ -197,7 +207,7 @@ OTHERS = [
     ),
     Mutant(
         "NaN swept under the rug", FLASH,
-        "rounded(out, out_ptr", "rounded(tl.where(out == out, out, 0.0), out_ptr",
+        "stride_m, out, HEAD_DIM_V)", "stride_m, only_where(out[0] == out[0], out), HEAD_DIM_V)",
         "test_edges.py::test_not_finite_in_q_or_k_reaches_the_rows_that_see_it", "q-nan-flash_fwd", "isnan",
     ),
     Mutant(
@@ -212,8 +222,7 @@ OTHERS = [
     ),
     Mutant(
         "16-bit accumulator", FLASH,
-        "v, acc * alpha[:, None], PRECISION)",
-        "v, (acc * alpha[:, None]).to(tl.float16).to(tl.float32), PRECISION)",
+        "p, v, times(acc, alpha[:, None]),", "p, v, ((acc[0] * alpha[:, None]).to(tl.float16).to(tl.float32),),",
         "test_probes.py::test_retrieval", "float32:ieee and none and flash_fwd", "torch.equal",
     ),
     Mutant(
@@ -223,7 +232,7 @@ OTHERS = [
     ),
     Mutant(
         "columns beyond head_dim_v stored", FLASH,
-        STORE, STORE.replace("inside", "(rows < seqlen_q)[:, None] & (dims_v >= 0)[None, :]"),
+        "stride_m, out, HEAD_DIM_V)", "stride_m, out, BLOCK_DV + REST_DV)",
         "test_poison.py::test_guards_and_inputs_stay_as_they_were", "flash_fwd and d40x59", "a guard region",
     ),
     Mutant(

@@ -33,8 +33,18 @@ BACKWARD = [
     ),
     Mutant(
         "gradients: dk without the softmax scale", DKV,
-        "rounded(dk * rules.softmax_scale, ", "rounded(dk, ",
+        "times(dk, rules.softmax_scale)", "times(dk, 1.0)",
         f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dk",
+    ),
+    Mutant(
+        "gradients: delta of the second tile of columns alone", DQ,
+        "delta += tl.sum(tl.where(out[i]", "delta = tl.sum(tl.where(out[i]",
+        f"{BY_GATES}test_head_sizes", "80", "FAIL",
+    ),
+    Mutant(
+        "gradients: the second tile has the columns of the first", "kernels/column_tiles.py",
+        "WIDTH + tl.arange(0, REST)", "0 + tl.arange(0, REST)",
+        f"{BY_GATES}test_head_sizes", "80", "FAIL",
     ),
     Mutant(
         "gradients: dv of a group's first head alone", DKV,
@@ -109,8 +119,7 @@ BACKWARD = [
     ),
     Mutant(
         "gradients: NaN that arrives at a row that sees nothing goes on", DQ,
-        "tl.where(out == 0.0, 0.0, dout.to(tl.float32) * out.to(tl.float32))",
-        "dout.to(tl.float32) * out.to(tl.float32)",
+        "tl.where(out[i] == 0.0, 0.0, terms)", "terms + 0.0",
         f"{BY_GATES}test_rows_that_see_nothing", "queries and float16", "bits(",
     ),
     Mutant(
@@ -168,7 +177,7 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: what is kept not scaled", FLASH,
-        "out = out * dropout.scale", "out = out * 1.0",
+        "out = times(out, dropout.scale)", "out = times(out, 1.0)",
         f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "not close",
     ),
     Mutant(

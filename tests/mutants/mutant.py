@@ -34,5 +34,4 @@ FLASH, PRIMITIVES, EAGER = "kernels/flash_fwd/kernel.py", "kernels/primitives.py
 SPLIT, PARTIALS = "kernels/split_kv/device.py", "kernels/partials.py"
 NAIVE, TILED, PASSES = "kernels/ladder/naive.py", "kernels/ladder/tiled.py", "kernels/ladder/three_passes.py"
 LARGE, THREE = "kernels/large_head_dim/device.py", "kernels/three_kernel/device.py"
-STORE = "tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=inside)"
 HIDE = 'scores = tl.where(visible, scores * scale_left, float("-inf"))'

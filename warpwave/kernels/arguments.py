@@ -216,22 +216,36 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Allocate:
     return lambda out: (make_out() if out is None else out, make_lse())
 
 
-def straightener(operands: AnyOperands) -> Callable[[Any], Any]:
+def straightener(operands: AnyOperands, in_groups: bool = False) -> Callable[[Any], Any]:
     """Returns `straight(operands)`: mask and bias with stride 1 (or 0, along a broadcast axis), all others with
-    stride 1. Otherwise the layout would add kernel variants, with different bits. A strided tensor is copied; its
-    broadcast axes stay broadcast. The factors of quantized tensors are read one by one, by any strides."""
-    strided = []
+    stride 1. Otherwise the layout would add kernel variants, with different bits. Other tensors are copied, their
+    broadcast axes excepted. The factors of quantized tensors are read one by one, by any strides.
+
+    Args:
+        in_groups: also copy a mask or bias that only its address or its strides keep from `pair_group`. In the code of
+            `mma` instructions the sums of a row depend on how a thread loads its keys.
+    """
+    copied = []
     for name in operands._fields[3:]:
-        if name.endswith("_descale"):
-            continue
         tensor = getattr(operands, name)
-        if tensor is not None and tensor.shape[-1] > 1:
-            is_broadcast = tensor.stride(-1) == 0 and name in ("mask", "bias")
-            if tensor.stride(-1) != 1 and not is_broadcast:
-                strided.append(name)
-    if not strided:
+        if tensor is None or name.endswith("_descale") or tensor.shape[-1] <= 1:
+            continue
+        is_pairs = name in ("mask", "bias")
+        is_straight = tensor.stride(-1) == 1 or (tensor.stride(-1) == 0 and is_pairs)
+        if in_groups and is_pairs and tensor.shape[-1] % PAIR_GROUP == 0 and tensor.stride(-1) == 1:
+            is_aligned = tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0
+            is_straight = is_aligned and not any(n % PAIR_GROUP for n in broadcast_strides(tensor)[:-1])
+        if not is_straight:
+            copied.append(name)
+    if not copied:
         return as_it_is
-    return lambda operands: operands._replace(**{name: getattr(operands, name).contiguous() for name in strided})
+    return lambda operands: operands._replace(**{name: _copy(getattr(operands, name)) for name in copied})
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy, expanded along the axes of stride 0."""
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    return once.clone(memory_format=torch.contiguous_format).expand(tensor.shape)
 
 
 def as_it_is(operands: Any) -> Any:

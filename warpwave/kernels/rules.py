@@ -17,10 +17,11 @@ C = TypeVar("C")
 # The gain of a row that was never timed: the widest tile that compiles without spills, or with fewest.
 NOT_MEASURED = "not measured; compiled with the fewest spills"
 # The records of configs in code of cards with `mma` instructions (docs/notes/other_cards.md): of plain calls, of
-# float32, and of masks and biases; and how their gain ends.
+# float32, of masks and biases, and of columns in two tiles; and how their gain ends.
 MMA_CONFIGS = "2026-11-27-h200-mma-configs.json"
 MMA_CONFIGS_2 = "2026-11-27-h200-mma-configs-2.json"
 MASKS_OF_MMA = "2026-11-27-mma-masks.json"
+TWO_TILES = "2026-11-28-two-column-tiles.json"
 IN_CODE_OF_MMA = "in code of these cards on a Hopper GPU"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, TCGEN05, WGMMA_OR_TCGEN05, Gpu
+from warpwave.gpu import KIB, TCGEN05, WGMMA_OR_TCGEN05, WGMMA_ROWS, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, total_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
@@ -17,6 +17,7 @@ from warpwave.kernels.rules import (
     MMA_CONFIGS,
     MMA_CONFIGS_2,
     NOT_MEASURED,
+    TWO_TILES,
     Rule,
     by_width,
 )
@@ -187,6 +188,7 @@ class Call:
         self.gpu, self.is_float32 = gpu, problem.dtype == "float32"
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+        self.width = max(total_widths(problem, gpu, WGMMA_ROWS))
         self.is_16_bit_mma = gpu.has_mma and not self.is_float32
 
 
@@ -229,6 +231,13 @@ RULES: tuple[Rule[Config], ...] = (
         ),
         NOT_MEASURED,
     ),
+    Rule(
+        "16 bits, Hopper, tiles of 192 columns",
+        lambda c: c.gpu.capability == 90 and c.width == 192,
+        (Config(Tile(128, 32, 8, 3), Tile(32, 128, 8, 3), True),),
+        "with two stages, as for 256 columns, it takes 1.40 and 1.49 times as long full",
+        TWO_TILES,
+    ),
     *by_width(
         "16 bits, Hopper",
         lambda c: c.gpu.capability == 90,
@@ -250,6 +259,20 @@ RULES: tuple[Rule[Config], ...] = (
             Config(Tile(128, 32, 8, 2), Tile(64, 128, 8, 1), True),
         ),
         NOT_MEASURED,
+    ),
+    *(
+        Rule(
+            f"16 bits, NVIDIA with mma and 163 KiB of shared memory, tiles of {widths} columns",
+            lambda c, least=least, most=most: c.gpu.smem_per_block_bytes > 100 * KIB and least <= c.width <= most,
+            (config,),
+            f"the tiles of {other} columns take {ratio} times as long full, " + IN_CODE_OF_MMA,
+            TWO_TILES,
+        )
+        for widths, least, most, config, other, ratio in (
+            ("80 or 96", 80, 96, Config(Tile(128, 32, 4, 3), Tile(32, 128, 8, 3)), 128, "1.13"),
+            ("144 or 160", 144, 160, Config(Tile(128, 32, 8, 3), Tile(16, 128, 8, 3)), 256, "1.49"),
+            ("192", 192, 192, Config(Tile(128, 32, 8, 3), Tile(32, 128, 8, 3), True), 256, "1.53"),
+        )
     ),
     *by_width(
         "16 bits, NVIDIA with mma and 163 KiB of shared memory",

@@ -94,7 +94,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
     wanted = [want and t is not None for want, t in zip(wanted, _differentiable(operands), strict=True)]
     if _is_empty(problem):
         return lambda operands, results, dout, dlse: _of_nothing(problem, operands, results[1], dlse, wanted)
-    straight = straightener(operands)
+    straight = straightener(operands, in_groups=True)
     allocate = _allocator(problem, operands, wanted, config)
     bound: Bounded[tuple[Any, ...], list[launch.Launcher]] = Bounded(MAX_LAYOUTS)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, Gpu
+from warpwave.gpu import KIB, WGMMA_ROWS, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, total_widths
 from warpwave.kernels.cost import bytes_per_score
@@ -19,6 +19,7 @@ from warpwave.kernels.rules import (
     MMA_CONFIGS,
     MMA_CONFIGS_2,
     NOT_MEASURED,
+    TWO_TILES,
     Rule,
     by_width,
 )
@@ -204,6 +205,7 @@ class Call:
         self.problem, self.gpu = problem, gpu
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
+        self.width = max(total_widths(problem, gpu, WGMMA_ROWS))
         self.arithmetic = dot_precision(problem, gpu)
         self.is_float32 = problem.dtype == "float32"
         self.is_16_bit = not self.is_float32 and not problem.is_quantized
@@ -357,6 +359,20 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(64, 32, 4, 1),),
         "predicted: 64 x 32 on eight waves with two stages takes 1.3 times as long",
         "other_cards.md",
+    ),
+    Rule(
+        "16 bits, NVIDIA with mma and 163 KiB of shared memory, tiles of 80 or 96 columns",
+        lambda c: c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB and 64 < c.width <= 96,
+        (Config(128, 32, 4, 3),),
+        "the tile of 128 columns takes 1.08 times as long full, " + IN_CODE_OF_MMA,
+        TWO_TILES,
+    ),
+    Rule(
+        "16 bits, Hopper, or NVIDIA with mma and 163 KiB of shared memory, tiles of 144 to 192 columns",
+        lambda c: (c.is_hopper or c.gpu.has_mma) and c.gpu.smem_per_block_bytes > 100 * KIB and 128 < c.width <= 192,
+        (Config(128, 64, 8, 3),),
+        "the tiles of 256 columns take 1.19 to 1.27 times as long with mma, and 1.14 on Hopper",
+        TWO_TILES,
     ),
     *by_width(
         "16 bits, NVIDIA with mma and 163 KiB of shared memory",

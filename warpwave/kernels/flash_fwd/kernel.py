@@ -363,7 +363,7 @@ L2_BYTES = 16 * 1024 * 1024  # for K and V of the heads that run together; on an
 def bind(problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None) -> Run:
     """Compiles for one problem and layout; returns `run(operands, out=None) -> (out, lse)`, where lse is None unless
     requested."""
-    allocate, straight = allocator(problem, operands.q), straightener(operands)
+    allocate, straight = allocator(problem, operands.q), straightener(operands, in_groups=True)
     specified = specify(problem, current_gpu(operands.q.device), straight(operands), *allocate(out), config)
     if isinstance(specified, launch.Launch):
         launcher = launch.bind(specified, TAKES_OF_QUANTIZED if problem.is_quantized else None)

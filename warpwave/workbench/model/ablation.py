@@ -44,7 +44,10 @@ EDITS: dict[str, tuple[str, str]] = {
         "            l_i = l_i * alpha + tl.sum(p, 1)\n"
         "            m_i = m_new\n",
     ),
-    "values": ("acc = product(p, v, acc * alpha[:, None], PRECISION)", "acc = acc * alpha[:, None]"),
+    "values": (
+        "acc = with_products(p, v, times(acc, alpha[:, None]), v_factor, PRECISION)",
+        "acc = times(acc, alpha[:, None])",
+    ),
     "loads": ("tile_offset = tl.cast(key_tile, tl.int64)", "tile_offset = tl.cast(key_tile, tl.int64) * 0"),
     "mask": (
         "            at_edge = WALK == 1\n"
@@ -53,7 +56,7 @@ EDITS: dict[str, tuple[str, str]] = {
         "            at_edge = False\n",
     ),
     # A sum is never negative, which the compiler cannot prove.
-    "store": ("element_ty), mask=inside)", "element_ty), mask=inside & (l_i < 0.0)[:, None])"),
+    "store": ("store_tiles(out_ptr, rows, seqlen_q,", "store_tiles(out_ptr, rows, tl.where(l_i < 0.0, seqlen_q, 0),"),
 }
 
 
