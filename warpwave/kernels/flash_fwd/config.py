@@ -361,17 +361,25 @@ RULES: tuple[Rule[Config], ...] = (
         "other_cards.md",
     ),
     Rule(
-        "16 bits, NVIDIA with mma and 163 KiB of shared memory, tiles of 80 or 96 columns",
-        lambda c: c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB and 64 < c.width <= 96,
+        "16 bits, NVIDIA with mma, tiles of 80 or 96 columns",
+        lambda c: c.gpu.has_mma and 80 <= c.width <= 96,
         (Config(128, 32, 4, 3),),
-        "the tile of 128 columns takes 1.08 times as long full, " + IN_CODE_OF_MMA,
+        "the tiles of 128 columns take 1.08 times as long full with 163 KiB of shared memory and 1.14 with 99 KiB, "
+        + IN_CODE_OF_MMA,
         TWO_TILES,
     ),
     Rule(
         "16 bits, Hopper, or NVIDIA with mma and 163 KiB of shared memory, tiles of 144 to 192 columns",
         lambda c: (c.is_hopper or c.gpu.has_mma) and c.gpu.smem_per_block_bytes > 100 * KIB and 128 < c.width <= 192,
         (Config(128, 64, 8, 3),),
-        "the tiles of 256 columns take 1.19 to 1.27 times as long with mma, and 1.14 on Hopper",
+        "the tiles of 256 columns take 1.14 times as long full on Hopper, and 1.19 and 1.27 " + IN_CODE_OF_MMA,
+        TWO_TILES,
+    ),
+    Rule(
+        "16 bits, NVIDIA with mma and 99 KiB of shared memory, tiles of 144 to 192 columns",
+        lambda c: c.gpu.has_mma and 128 < c.width <= 192,
+        (Config(64, 32, 4, 2),),
+        "the tile of 256 columns takes 1.28 and 1.10 times as long full, " + IN_CODE_OF_MMA,
         TWO_TILES,
     ),
     *by_width(
