@@ -50,6 +50,12 @@ def test_masks_and_biases_that_groups_cannot_read_are_copied() -> None:
             assert [n == 0 for n in found.stride()] == [n == 0 for n in bias.stride()]
 
 
+def test_slopes_that_are_one_number_are_copied() -> None:
+    q, slopes = torch.empty(2, 5, 3, 64), torch.ones(1).expand(3)
+    straight = straightener(Operands(q, q, q, None, None, slopes))
+    assert straight(Operands(q, q, q, None, None, slopes)).alibi_slopes.stride() == (1,)
+
+
 def problem_of(head_dim: int, head_dim_v: int, **others: object) -> AttentionProblem:
     sizes = {"batch": 1, "seqlen_q": 64, "seqlen_k": 64, "num_heads_q": 1, "num_heads_kv": 1}
     fields = {"dtype": "bfloat16", "softmax_scale": 1.0, "head_dim": head_dim, "head_dim_v": head_dim_v}

@@ -221,8 +221,8 @@ OTHERS = [
         "test_gates.py::test_case_grid", "float16-113x103-d64-h2x2-b2-normal-flash_fwd", "FAIL C LSE",
     ),
     Mutant(
-        "16-bit accumulator", FLASH,
-        "p, v, times(acc, alpha[:, None]),", "p, v, ((acc[0] * alpha[:, None]).to(tl.float16).to(tl.float32),),",
+        "16-bit accumulator", "kernels/column_tiles.py",
+        "rows[i], acc[i], PRECISION)", "rows[i], acc[i].to(tl.float16).to(tl.float32), PRECISION)",
         "test_probes.py::test_retrieval", "float32:ieee and none and flash_fwd", "torch.equal",
     ),
     Mutant(

@@ -243,8 +243,8 @@ def straightener(operands: AnyOperands, in_groups: bool = False) -> Callable[[An
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy, expanded along the axes of stride 0."""
-    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    """Returns a contiguous copy, expanded along the axes of stride 0 before the last."""
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()[:-1])]
     return once.clone(memory_format=torch.contiguous_format).expand(tensor.shape)
 
 

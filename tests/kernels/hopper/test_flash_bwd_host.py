@@ -375,12 +375,12 @@ def test_a_bias_whose_gradient_is_not_wanted_takes_the_joint_launch(card: Card, 
 
 
 def test_lists_of_steps_count_the_tiles_that_are_walked(card: Card) -> None:
-    """Also if a bias that is the same for all queries is copied, because its keys are not adjacent: then each score has
-    a number, and tiles are shorter."""
+    """If a bias has a number for each score, tiles are shorter than if it is the same for all queries. Both are copied
+    here, because keys are not adjacent, and the copy of the second is still the same for all queries."""
     q, k, v = (torch.randn(2, 256, 4, 128, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     mask = torch.ones(1, 4, 256, 256, dtype=torch.bool)
-    for step in (1, 2):
-        bias = torch.randn(1, 4, 1, 256 * step)[..., ::step].expand(-1, -1, 256, -1)
+    for rows in (1, 256):
+        bias = torch.randn(1, 4, rows, 512)[..., ::2].expand(-1, -1, 256, -1)
         torch.autograd.grad(warpwave.attention(q, k, v, bias=bias, mask=mask).sum(), (q, k, v))
     named = {name: [s for s in card.compiled if s.kernel.__name__ == name] for name in set(compiled(card))}
     walked = [s.constants["BLOCK_N"] for s in named["dq_kernel"]]
