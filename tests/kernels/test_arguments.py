@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,10 +58,10 @@ def test_slopes_that_are_one_number_are_copied() -> None:
     assert straight(Operands(q, q, q, None, None, slopes)).alibi_slopes.stride() == (1,)
 
 
-def problem_of(head_dim: int, head_dim_v: int, **others: object) -> AttentionProblem:
-    sizes = {"batch": 1, "seqlen_q": 64, "seqlen_k": 64, "num_heads_q": 1, "num_heads_kv": 1}
+def problem_of(head_dim: int, head_dim_v: int, **others: Any) -> AttentionProblem:
+    sizes: dict[str, Any] = {"batch": 1, "seqlen_q": 64, "seqlen_k": 64, "num_heads_q": 1, "num_heads_kv": 1}
     fields = {"dtype": "bfloat16", "softmax_scale": 1.0, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    return AttentionProblem(**(sizes | fields | others))  # type: ignore[arg-type]
+    return AttentionProblem(**(sizes | fields | others))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def problem_of(head_dim: int, head_dim_v: int, **others: object) -> AttentionPro
     ],
 )
 def test_columns_between_powers_of_two_are_in_two_tiles(
-    arch: str, head_dims: tuple[int, int], others: dict[str, object], expected: tuple[tuple[int, int], tuple[int, int]]
+    arch: str, head_dims: tuple[int, int], others: dict[str, Any], expected: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
     problem, gpu = problem_of(*head_dims, **others), Gpu.for_arch(arch)
     assert column_widths(problem, gpu, 64) == expected
