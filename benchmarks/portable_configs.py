@@ -1,7 +1,7 @@
 """Times configs of `flash_fwd` and `flash_bwd` in the code of an NVIDIA GPU with `mma` instructions, on a Hopper GPU.
 
     PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask]
-        [--head-dims 64 128] [--seconds 150]
+        [--head-dims 64 128] [--seconds 480]
 
 No Ampere, Ada or consumer Blackwell GPU is at hand. Triton compiles for `--arch`, to `mma.sync` and `cp.async`, and
 ptxas assembles its PTX for Hopper, which executes these instructions too. Shared memory is padded so that an SM holds
@@ -280,8 +280,8 @@ def compile_one(arguments: tuple[Job, Path]) -> str:
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
-def of_arch(arch: str, all_jobs: Sequence[Job], place: Path, seconds: float) -> list[dict[str, Any]]:
-    """Returns the measurements for a GPU."""
+def of_arch(arch: str, all_jobs: Sequence[Job], place: Path, deadline: float) -> list[dict[str, Any]]:
+    """Returns the measurements for a GPU. Args: deadline: of `time.monotonic`, which all processes share."""
     begin, found = time.monotonic(), []
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         failures = list(pool.map(compile_one, [(job, place) for job in all_jobs]))
@@ -292,7 +292,7 @@ def of_arch(arch: str, all_jobs: Sequence[Job], place: Path, seconds: float) -> 
             "arch": arch, "launch": job.launch, "head_dim": job.head_dim, "call": job.call,
             "config": job.name_of_config,
         }  # fmt: skip
-        if failure or time.monotonic() - begin > seconds:
+        if failure or time.monotonic() > deadline:
             found.append(row | {"failure": failure or "no time left"})
             continue
         run, error = timed_part(job, place)
@@ -309,8 +309,9 @@ def main() -> int:
     parser.add_argument("--calls", nargs="*", choices=tuple(CALLS), default=["plain"])
     parser.add_argument("--head-dims", nargs="*", type=int, default=list(HEAD_DIMS))
     parser.add_argument("--defaults", action="store_true", help="no other candidates")
-    parser.add_argument("--seconds", type=float, default=150.0, help="for each GPU")
+    parser.add_argument("--seconds", type=float, default=480.0, help="configs are timed until then")
     args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds
     place = args.record.parent / "references"
     place.mkdir(parents=True, exist_ok=True)
     context, found = multiprocessing.get_context("spawn"), []
@@ -321,7 +322,7 @@ def main() -> int:
     for arch in args.arch:
         with ProcessPoolExecutor(1, context) as alone:
             all_jobs = list(jobs(arch, args.head_dims, calls, args.defaults))
-            found += alone.submit(of_arch, arch, all_jobs, place, args.seconds).result()
+            found += alone.submit(of_arch, arch, all_jobs, place, deadline).result()
         whole = {"environment": environment.describe("cuda"), "rows": found}
         write_whole(args.record, json.dumps(whole, indent=1) + "\n")
     for path in place.iterdir():
