@@ -335,8 +335,12 @@ def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
 
 
 def test_head_padding_is_named_where_the_kernel_pads() -> None:
-    said = warpwave.explain(replace(PLAIN, head_dim=80, head_dim_v=80), gpu=resolve("a100"))
-    assert "computes head_dim 80 as 128: 256 / 160 = 1.6 x the products" in advice(said)
+    said = warpwave.explain(replace(PLAIN, head_dim=200, head_dim_v=200), gpu=resolve("a100"))
+    assert "computes head_dim 200 as 256: 512 / 400 = 1.28 x the products" in advice(said)
+    between = replace(PLAIN, head_dim=80, head_dim_v=80)
+    assert "computes head_dim" not in advice(warpwave.explain(between, gpu=resolve("a100"))), "64 columns and 16"
+    masked = warpwave.explain(replace(between, mask_shape=(1, 1, 4096, 4096)), gpu=resolve("a100"))
+    assert "computes head_dim 80 as 128" in advice(masked)
 
 
 def test_rows_of_a_tile_that_are_no_queries_are_counted() -> None:

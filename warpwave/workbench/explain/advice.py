@@ -163,14 +163,16 @@ def _head_padding(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advic
         f"{call.kernel.NAME} computes head_dim {problem.head_dim} as {widths[0]}"
         + (f" and head_dim_v {problem.head_dim_v} as {widths[1]}" if problem.head_dim_v != problem.head_dim else "")
         + f": {computed} / {useful} = {computed / useful:.3g} x the products, {us(saves)} of {us(tiles.time_us)}. "
-        f"A model with head_dim {widths[0] // 2} or {widths[0]} has no padding; this call cannot avoid it.",
+        f"A model with head_dim {widths[0]} has no padding; this call cannot avoid it.",
     )
 
 
 def _computed_widths(call: Call) -> tuple[int, int]:
     """Returns the head dimensions that the kernel pads to: the largest that cost it no more products."""
     p = call.problem
-    # A small call is enough, because lengths and masks do not matter here, and costs are counted tile by tile.
+    # A small call is enough, because lengths do not matter here, and costs are counted tile by tile. A mask or a bias
+    # does matter: it may change how a kernel tiles columns.
+    cells = (1, 1, 256, 256)
     small = AttentionProblem(
         batch=1,
         seqlen_q=256,
@@ -186,6 +188,9 @@ def _computed_widths(call: Call) -> tuple[int, int]:
         dtype_v=p.dtype_v,
         dtype_out=p.dtype_out,
         descale_blocks=p.descale_blocks,
+        mask_shape=None if p.mask_shape is None else cells,
+        bias_shape=None if p.bias_shape is None else cells,
+        bias_dtype=p.bias_dtype,
     )
     flops = call.kernel.cost(small, call.gpu, call.config).flops
     widths = (p.head_dim, p.head_dim_v)
