@@ -28,7 +28,7 @@ PREFILL: dict[str, Any] = {"batch": 2, "seqlen_q": 4096, "seqlen_k": 4096, "num_
 DECODE: dict[str, Any] = {"batch": 8, "seqlen_q": 1, "seqlen_k": 8192, "num_heads_q": 32, "num_heads_kv": 8}
 # kernel -> (sizes, widths of heads). Kernels of one architecture state their blocks an SM themselves.
 CALLS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "flash_fwd": (PREFILL, (64, 96, 128, 160, 192, 256)),
+    "flash_fwd": (PREFILL, (48, 64, 80, 96, 128, 160, 192, 256)),
     "split_kv": (DECODE, (64, 128)),
     "large_head_dim": (PREFILL, (320, 512, 1024)),
 }

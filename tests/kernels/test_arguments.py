@@ -50,6 +50,9 @@ def test_masks_and_biases_that_groups_cannot_read_are_copied() -> None:
         if is_copied:
             assert pair_group(None, found) == PAIR_GROUP
             assert [n == 0 for n in found.stride()] == [n == 0 for n in bias.stride()]
+    mask, moved = torch.ones(2, 3, 5, 1, dtype=torch.bool), rows[1 : 1 + 2 * 3 * 5 * 48].view(2, 3, 5, 48)
+    operands = Operands(q, q, q, mask, moved)
+    assert straightener(operands, in_groups=True)(operands) is operands, "the mask has no groups"
 
 
 def test_slopes_that_are_one_number_are_copied() -> None:
@@ -74,6 +77,7 @@ def problem_of(head_dim: int, head_dim_v: int, **others: Any) -> AttentionProble
         ("sm_80", (192, 193), {"dtype": "float32"}, ((128, 64), (256, 0))),
         ("sm_80", (160, 160), {"mask_shape": (1, 1, 64, 64)}, ((256, 0), (256, 0))),
         ("sm_80", (160, 160), {"dtype": "float32", "precision": "bf16x6"}, ((256, 0), (256, 0))),
+        ("sm_80", (130, 160), {}, ((128, 32), (128, 32))),
         ("sm_90", (80, 130), {}, ((128, 0), (128, 64))),
         ("sm_100", (160, 160), {}, ((256, 0), (256, 0))),
         ("gfx942", (80, 160), {}, ((64, 32), (128, 32))),

@@ -59,17 +59,19 @@ def column_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[tu
     """Returns the widths of the two tiles that hold the columns of K, and of those for V, if a kernel can have two
     (`column_tiles`). The second width is 0 where one tile holds them.
 
-    Two have fewer columns than one from 33 to 48, 65 to 96 and 129 to 192. A step of `flash_fwd` in code of sm_80 has
-    0.82 of the instructions at head_dim 80 and 0.65 at 160. A mask or a bias keeps one tile, because two spill at 80
-    and 96; so do tcgen05, whose accumulators are not in registers, and float32 parts that a launch before has written.
+    Two have fewer columns than one from 33 to 48, 65 to 96 and 129 to 192: on Hopper in the last range only, on AMD in
+    the last two. A step of `flash_fwd` in code of sm_80 has 0.82 of the instructions at head_dim 80 and 0.65 at 160.
+    One tile remains with a mask or a bias, where two spill at 80 and 96; in 8 bits; for float32 in bfloat16 parts,
+    which a launch may have written before; and with tcgen05, whose accumulators are not in registers.
     """
     one_tile = problem.mask_shape is not None or problem.bias_shape is not None or problem.is_quantized
     one_tile |= gpu.capability in TCGEN05 or dot_precision(problem, gpu).startswith("bf16")
     found = []
     for head_dim, width in zip((problem.head_dim, problem.head_dim_v), tile_widths(problem, gpu, block_m), strict=True):
         first = width // 2
-        # On Hopper tiles of all operands have one swizzle (`tile_widths`). An AMD matrix instruction has 32 columns.
-        least = SWIZZLE_WIDTH if gpu.capability == 90 else 32 if gpu.vendor == "amd" else 16
+        # On Hopper tiles of all operands have one swizzle (`tile_widths`). An AMD matrix instruction has 32 columns. At
+        # 128 + 16 columns ptxas gives a thread of dK and dV 32 registers.
+        least = SWIZZLE_WIDTH if gpu.capability == 90 else 32 if gpu.vendor == "amd" else max(16, first // 4)
         rest = max(least, padded(head_dim - first)) if head_dim > first else width
         found.append((width, 0) if one_tile or first < least or first + rest >= width else (first, rest))
     return found[0], found[1]
@@ -222,9 +224,12 @@ def straightener(operands: AnyOperands, in_groups: bool = False) -> Callable[[An
     broadcast axes excepted. The factors of quantized tensors are read one by one, by any strides.
 
     Args:
-        in_groups: also copy a mask or bias that only its address or its strides keep from `pair_group`. In the code of
-            `mma` instructions the sums of a row depend on how a thread loads its keys.
+        in_groups: also copy masks and biases whose keys could be loaded in groups (`pair_group`) if their address and
+            strides were multiples of 16. The sums of a row depend on how a thread loads its keys, so the bits would
+            depend on the address. A copy costs as much memory as the tensor.
     """
+    pairs = [t for t in operands[3:5] if t is not None]
+    in_groups &= all(t.shape[-1] % PAIR_GROUP == 0 and t.stride(-1) != 0 for t in pairs)
     copied = []
     for name in operands._fields[3:]:
         tensor = getattr(operands, name)
@@ -232,7 +237,7 @@ def straightener(operands: AnyOperands, in_groups: bool = False) -> Callable[[An
             continue
         is_pairs = name in ("mask", "bias")
         is_straight = tensor.stride(-1) == 1 or (tensor.stride(-1) == 0 and is_pairs)
-        if in_groups and is_pairs and tensor.shape[-1] % PAIR_GROUP == 0 and tensor.stride(-1) == 1:
+        if in_groups and is_pairs and is_straight:
             is_aligned = tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0
             is_straight = is_aligned and not any(n % PAIR_GROUP for n in broadcast_strides(tensor)[:-1])
         if not is_straight:

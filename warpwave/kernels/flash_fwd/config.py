@@ -205,7 +205,7 @@ class Call:
         self.problem, self.gpu = problem, gpu
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
-        self.width = max(total_widths(problem, gpu, WGMMA_ROWS))
+        self.width = max(total_widths(problem, gpu, WGMMA_ROWS))  # columns of the wider of K and V
         self.arithmetic = dot_precision(problem, gpu)
         self.is_float32 = problem.dtype == "float32"
         self.is_16_bit = not self.is_float32 and not problem.is_quantized
@@ -361,25 +361,25 @@ RULES: tuple[Rule[Config], ...] = (
         "other_cards.md",
     ),
     Rule(
-        "16 bits, NVIDIA with mma, tiles of 80 or 96 columns",
+        "16 bits, NVIDIA with mma, 80 or 96 columns in two tiles",
         lambda c: c.gpu.has_mma and 80 <= c.width <= 96,
         (Config(128, 32, 4, 3),),
-        "the tiles of 128 columns take 1.08 times as long full with 163 KiB of shared memory and 1.14 with 99 KiB, "
+        "the config for 128 columns takes 1.08 times as long full with 163 KiB of shared memory and 1.14 with 99 KiB, "
         + IN_CODE_OF_MMA,
         TWO_TILES,
     ),
     Rule(
-        "16 bits, Hopper, or NVIDIA with mma and 163 KiB of shared memory, tiles of 144 to 192 columns",
-        lambda c: (c.is_hopper or c.gpu.has_mma) and c.gpu.smem_per_block_bytes > 100 * KIB and 128 < c.width <= 192,
+        "16 bits, Hopper, or NVIDIA with mma and 163 KiB of shared memory, 160 or 192 columns in two tiles",
+        lambda c: (c.is_hopper or c.gpu.has_mma) and c.gpu.smem_per_block_bytes > 100 * KIB and c.width in (160, 192),
         (Config(128, 64, 8, 3),),
-        "the tiles of 256 columns take 1.14 times as long full on Hopper, and 1.19 and 1.27 " + IN_CODE_OF_MMA,
+        "the config for 256 columns takes 1.14 times as long full on Hopper, and 1.19 and 1.27 " + IN_CODE_OF_MMA,
         TWO_TILES,
     ),
     Rule(
-        "16 bits, NVIDIA with mma and 99 KiB of shared memory, tiles of 144 to 192 columns",
-        lambda c: c.gpu.has_mma and 128 < c.width <= 192,
+        "16 bits, NVIDIA with mma and 99 KiB of shared memory, 160 or 192 columns in two tiles",
+        lambda c: c.gpu.has_mma and c.width in (160, 192),
         (Config(64, 32, 4, 2),),
-        "the tile of 256 columns takes 1.28 and 1.10 times as long full, " + IN_CODE_OF_MMA,
+        "the config for 256 columns takes 1.28 and 1.10 times as long full, " + IN_CODE_OF_MMA,
         TWO_TILES,
     ),
     *by_width(
