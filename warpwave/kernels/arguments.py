@@ -61,15 +61,16 @@ def column_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[tu
 
     Two have fewer columns than one from 33 to 48, 65 to 96 and 129 to 192: on Hopper in the last range only, on AMD in
     the last two. A step of `flash_fwd` in code of sm_80 has 0.82 of the instructions at head_dim 80 and 0.65 at 160.
-    One tile remains with a mask or a bias, where two spill at 80 and 96; in 8 bits; for float32 in bfloat16 parts,
-    which a launch may have written before; and with tcgen05, whose accumulators are not in registers.
+    One tile remains with a mask or a bias, where dK and dV spill at 80 and 96 (above, two were not tried); in 8 bits;
+    for float32 in bfloat16 parts, which a launch may have written before; and with tcgen05, whose accumulators are not
+    in registers.
     """
     one_tile = problem.mask_shape is not None or problem.bias_shape is not None or problem.is_quantized
     one_tile |= gpu.capability in TCGEN05 or dot_precision(problem, gpu).startswith("bf16")
     found = []
     for head_dim, width in zip((problem.head_dim, problem.head_dim_v), tile_widths(problem, gpu, block_m), strict=True):
         first = width // 2
-        # On Hopper tiles of all operands have one swizzle (`tile_widths`). An AMD matrix instruction has 32 columns. At
+        # On Hopper tiles of all operands have one swizzle (`tile_widths`). On AMD 16 columns were not tried. At
         # 128 + 16 columns ptxas gives a thread of dK and dV 32 registers.
         least = SWIZZLE_WIDTH if gpu.capability == 90 else 32 if gpu.vendor == "amd" else max(16, first // 4)
         rest = max(least, padded(head_dim - first)) if head_dim > first else width
@@ -220,8 +221,8 @@ def allocator(problem: AttentionProblem, q: torch.Tensor) -> Allocate:
 
 def straightener(operands: AnyOperands, in_groups: bool = False) -> Callable[[Any], Any]:
     """Returns `straight(operands)`: mask and bias with stride 1 (or 0, along a broadcast axis), all others with
-    stride 1. Otherwise the layout would add kernel variants, with different bits. Other tensors are copied, their
-    broadcast axes excepted. The factors of quantized tensors are read one by one, by any strides.
+    stride 1. Otherwise the layout would add kernel variants, with different bits. A tensor of other strides is copied,
+    once along an axis of stride 0. The factors of quantized tensors are read one by one, by any strides.
 
     Args:
         in_groups: also copy masks and biases whose keys could be loaded in groups (`pair_group`) if their address and
