@@ -163,7 +163,7 @@ def _head_padding(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advic
         f"{call.kernel.NAME} computes head_dim {problem.head_dim} as {widths[0]}"
         + (f" and head_dim_v {problem.head_dim_v} as {widths[1]}" if problem.head_dim_v != problem.head_dim else "")
         + f": {computed} / {useful} = {computed / useful:.3g} x the products, {us(saves)} of {us(tiles.time_us)}. "
-        f"A model with head_dim {widths[0]} has no padding; this call cannot avoid it.",
+        f"A model with head_dim {widths[0]} and head_dim_v {widths[1]} has no padding.",
     )
 
 

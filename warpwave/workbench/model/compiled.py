@@ -68,12 +68,10 @@ def _widths(kernel: str, problem: AttentionProblem, gpu: Gpu, config: Any) -> tu
     another way."""
     from warpwave.kernels.arguments import padded, total_widths  # which imports torch
 
-    head_dims = problem.head_dim, problem.head_dim_v
-    if max(head_dims) > 256:
-        return head_dims
     if kernel == "flash_fwd":
         return total_widths(problem, gpu, config.block_m)
-    return padded(head_dims[0]), padded(head_dims[1])
+    width, width_v = (d if d > 256 else padded(d) for d in (problem.head_dim, problem.head_dim_v))
+    return width, width_v
 
 
 @functools.cache
