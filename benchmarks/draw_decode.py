@@ -10,6 +10,9 @@ contiguous keys and pages of 16 to 256. The last command times `auto`, SDPA's ba
 only, and prints the geometric mean over the best peer, the worst call, and every call below 0.97. SDPA has no causal
 mask aligned to the last key and no pages, so FlashAttention-4 is the only peer of those calls.
 
+`--peers` names the peers: PyTorch's `sdpa_flash` and `sdpa_efficient` have the same instructions as our code for other
+NVIDIA cards (`benchmarks.card_code`).
+
 `--others` then times other configs of `split_kv` (`others`) on the calls where `auto` is less than 1.05 times as fast
 as the best peer, and prints those that are more than 3 % faster than `auto`.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import random
 import sys
 from collections.abc import Mapping
@@ -32,7 +36,7 @@ from benchmarks.drawn import GOAL, configured, draw, gains, goal_verdict, log_un
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import split_kv
 from warpwave.kernels.split_kv import splits
-from warpwave.kernels.split_kv.config import Config, may_map
+from warpwave.kernels.split_kv.config import Config, may_be_launched_ahead, may_map
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.peers import Peer
 from warpwave.workbench.bench.records import OURS
@@ -49,6 +53,23 @@ NAMED = (
     (1, 16, 131_072, 32, 8, 0), (16, 8, 16_384, 32, 8, 0), (16, 8, 16_384, 32, 8, 16), (16, 16, 16_384, 64, 8, 0),
     (128, 16, 2048, 32, 8, 64), (8, 8, 4096, 64, 8, 16),
 )  # fmt: skip
+# Other head sizes, a chunk of a prompt, and caches of 8 bits.
+OTHERS_NAMED: tuple[dict[str, Any], ...] = tuple(
+    {"num_heads_q": 32, "num_heads_kv": 8, "dtype": "bfloat16"} | fields
+    for fields in (
+        {"batch": 16, "seqlen_q": 1, "seqlen_k": 8192, "head_dim": 64},
+        {"batch": 16, "seqlen_q": 8, "seqlen_k": 8192, "head_dim": 64},
+        {"batch": 16, "seqlen_q": 16, "seqlen_k": 8192, "head_dim": 64, "page_size": 64},
+        {"batch": 16, "seqlen_q": 1, "seqlen_k": 4096, "head_dim": 256},
+        {"batch": 16, "seqlen_q": 8, "seqlen_k": 4096, "head_dim": 256},
+        {"batch": 16, "seqlen_q": 16, "seqlen_k": 4096, "head_dim": 256, "page_size": 64},
+        {"batch": 1, "seqlen_q": 512, "seqlen_k": 8192, "head_dim": 128, "page_size": 64, "causal": True},
+        {"batch": 16, "seqlen_q": 1, "seqlen_k": 8192, "head_dim": 128, "page_size": 64, "cache": "int8:token"},
+        {"batch": 16, "seqlen_q": 1, "seqlen_k": 8192, "head_dim": 128, "page_size": 64, "cache": "float8_e4m3fn:head"},
+        {"batch": 16, "seqlen_q": 8, "seqlen_k": 8192, "head_dim": 128, "page_size": 64, "cache": "int8:head"},
+        {"batch": 16, "seqlen_q": 16, "seqlen_k": 8192, "head_dim": 128, "page_size": 64, "cache": "int8:head"},
+    )
+)
 
 
 def main() -> int:
@@ -59,6 +80,7 @@ def main() -> int:
     parser.add_argument("--named", action="store_true", help="the calls of NAMED instead of drawn ones")
     parser.add_argument("--time", type=Path, metavar="RECORD", help="time the calls, and append them to this record")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--peers", nargs="*", default=PEERS, help=f"default: {' '.join(PEERS)}")
     parser.add_argument("--others", action="store_true", help="also time other configs where `auto` is not well ahead")
     asked = parser.parse_args()
     if asked.rounds < 1:
@@ -71,7 +93,7 @@ def main() -> int:
     if asked.time is None:
         return 0
     name = "named decode" if asked.named else "drawn decode"
-    measured = timed(name, cases, asked.time, asked.rounds, PEERS)
+    measured = timed(name, cases, asked.time, asked.rounds, asked.peers)
     for table in summary_tables(measured):
         print_table(table)
     print(goal_verdict(measured))
@@ -92,6 +114,7 @@ def named(_: str) -> str:
     fields = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "page_size")
     calls = [dict(zip(fields, call, strict=True)) for call in NAMED]
     lines = [toml_line({n: x for n, x in call.items() if x} | {"head_dim": 128, "dtype": "bfloat16"}) for call in calls]
+    lines += [toml_line(call) for call in OTHERS_NAMED]
     return "\n".join(['description = "calls of few queries that lost before, or nearly"', "cases = [", *lines, "]", ""])
 
 
@@ -121,16 +144,17 @@ def _shape(draw: random.Random) -> dict[str, Any]:
 
 
 def others(problem: AttentionProblem, gpu: Gpu) -> dict[str, Config]:
-    """Returns configs to compare with the default, by name: other ways to load keys, and numbers of splits with which
-    the blocks fill whole waves."""
-    first = split_kv.default(problem, gpu)
-    assert first is not None
-    rows, found = first.block_m, {}
+    """Returns configs to compare with the default, by name: on Hopper other ways to load keys, and numbers of splits
+    with which the blocks fill whole waves; on other GPUs other tiles."""
+    first, found = split_kv.default(problem, gpu), {}
+    has_maps = may_be_launched_ahead(gpu)
+    of_maps = ((64, 2, 3, True), (64, 4, 4, True), (128, 4, 3, True), (64, 4, 3, False))
+    of_pointers = itertools.product((16, 32, 64, 128), (2, 4), (2, 3, 4), (False,))
     tilings = [
         dataclasses.replace(first, block_n=keys, num_warps=warps, num_stages=stages, by_map=by_map, roles=False)
-        for keys, warps, stages, by_map in ((64, 2, 3, True), (64, 4, 4, True), (128, 4, 3, True), (64, 4, 3, False))
+        for keys, warps, stages, by_map in (of_maps if has_maps else of_pointers)
     ]
-    if rows == 16:
+    if first.block_m == 16 and has_maps:
         tilings += [Config(16, 64, 4, n, launched_ahead=True, by_map=True, roles=True) for n in (6, 3, 2)]
     for tiling in tilings:
         if split_kv.smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
@@ -141,7 +165,7 @@ def others(problem: AttentionProblem, gpu: Gpu) -> dict[str, Config]:
         tiles = splits.blocks_with_rows(problem, tiling)
         sms = gpu.num_sms or splits.UNKNOWN_SMS
         whole = {max(1, waves * sms * splits.blocks_per_sm(problem, gpu, tiling) // tiles) for waves in (1, 2)}
-        for number in sorted({split.num_splits, 1, *whole}):
+        for number in sorted({split.num_splits, 1, *whole} if has_maps else {split.num_splits}):
             config = dataclasses.replace(split, num_splits=min(number, splits.MAX_SPLITS))
             if config != first:
                 found[_name(config)] = config

@@ -3,11 +3,7 @@
     PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask]
         [--head-dims 64 128] [--seconds 480]
 
-No Ampere, Ada or consumer Blackwell GPU is at hand. Triton compiles for `--arch`, to `mma.sync` and `cp.async`, and
-ptxas assembles its PTX for Hopper, which executes these instructions too. Shared memory is padded so that an SM holds
-as many blocks as on the card, whose SM has less. What differs from the card: the rate of its matrix units and memory,
-clocks, and ptxas' schedule. So times are compared with each other only, config by config. With `--arch sm_90` the
-code is Hopper's own.
+`benchmarks.card_code` says how, and what the times mean. With `--arch sm_90` the code is Hopper's own.
 
 Calls are 2 x 4096, heads * head_dim about 2048, at head_dim 64, 128 and 256 unless others are named: bfloat16 full and
 causal, full with a boolean mask or a bias for all heads, and float32 full, by default and in tf32. Results are compared
@@ -32,13 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.backends.nvidia.compiler as compiler
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.card_code import SMEM_OF_SM, compile_for
 from warpwave import dispatch
-from warpwave.gpu import KIB, Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_bwd, flash_fwd
 from warpwave.kernels.arguments import total_widths
 from warpwave.kernels.flash_bwd import host
@@ -50,8 +45,6 @@ from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.output_files import write_whole
 
-SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB}
-SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
 OF_QKV = (True, True, True, False, False, False)
 MOST_ERROR = 1e-2  # relative RMS; a wrong tile gives 0.1 or more
 CALLS = {"plain": ("full", "causal"), **{name: (name,) for name in ("full", "mask", "bias", "float32", "tf32")}}
@@ -140,27 +133,6 @@ def is_candidate(job: Job, gpu: Gpu) -> bool:
 
 
 # Compilation ----------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(1)
-def compile_for(arch: str) -> None:
-    """Makes Triton compile for a GPU in this process, and ptxas assemble for Hopper. A process keeps to one GPU."""
-    if arch == "sm_90":
-        return
-    triton.knobs.runtime.override_arch = arch.replace("_", "")
-    make_cubin, name_of = compiler.CUDABackend.make_cubin, compiler.sm_arch_from_capability
-
-    def for_hopper(self: Any, src: Any, metadata: dict[str, Any], *options: Any) -> bytes:
-        blocks = max(1, SMEM_OF_SM[arch] // (metadata["shared"] + RESERVED))
-        padded = SMEM_OF_HOPPER // blocks - RESERVED
-        metadata["shared"] = max(metadata["shared"], min(LARGEST_BLOCK, padded // 128 * 128))
-        compiler.sm_arch_from_capability = lambda capability: "sm_90a"
-        try:
-            return make_cubin(self, src, metadata, *options)
-        finally:
-            compiler.sm_arch_from_capability = name_of
-
-    compiler.CUDABackend.make_cubin = for_hopper
 
 
 @lru_cache(1)

@@ -13,6 +13,7 @@ from benchmarks.draw_decode import (
     KEYS,
     MOST_BYTES,
     NAMED,
+    OTHERS_NAMED,
     QUERIES,
     contenders_of_others,
     named,
@@ -57,7 +58,16 @@ def test_named_calls_are_a_suite() -> None:
     cases = parse_suite("named", tomllib.loads(named(A)), source="named").cases
     assert [(c.problem.batch, c.problem.seqlen_k, c.problem.page_size) for c in cases] == [
         (batch, keys, page_size) for batch, _, keys, _, _, page_size in NAMED
-    ]
+    ] + [(call["batch"], call["seqlen_k"], call.get("page_size", 0)) for call in OTHERS_NAMED]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_tiles_of_other_cards_load_by_pointers(arch: str) -> None:
+    gpu = replace(Gpu.for_arch(arch), num_sms=132)
+    for case in parse_suite("named", tomllib.loads(named(A)), source="named").cases:
+        found = others(case.problem, gpu).values()
+        assert len({config.block_n for config in found}) > 1 and len({config.num_warps for config in found}) == 2
+        assert not any(config.by_map or config.roles for config in found)
 
 
 def test_other_configs_fit_and_differ_from_the_default() -> None:

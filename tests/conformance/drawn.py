@@ -8,12 +8,14 @@ minus infinity and zeros where the reference has them, equal bits if the call is
     python -m tests.conformance.drawn --minutes 5            many processes, because compiling takes most of the time
     python -m tests.conformance.drawn --calls 3000 --seed 7
     python -m tests.conformance.drawn --one 123456           one call again, as a failure prints it
+    CARD=sm_80 python -m tests.conformance.drawn             in the code of another GPU (`benchmarks.card_code`)
 
 Four successive seeds share the compiled code (widths, type, features, kernel) and differ in lengths, strides and data.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import random
@@ -32,6 +34,9 @@ if __name__ == "__main__":
     from tests.conformance.drawn_processes import main
 
     sys.exit(main())
+
+if os.environ.get("CARD"):  # before `harness` asks for the GPU
+    importlib.import_module("benchmarks.card_code")
 
 from tests.conformance import cases, harness, paged
 from tests.conformance.cases import Case
