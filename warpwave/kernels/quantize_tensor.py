@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.gpu import current_gpu
-from warpwave.kernels import descales
+from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import descales, reasons
 from warpwave.kernels.groups import InUnits, OfHeads
 from warpwave.kernels.primitives import in_elements, load_tile, packed_sequence, rounded, tile_pointers
 from warpwave.runtime import launch
@@ -205,12 +205,17 @@ def quantized(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, to
     Args:
         saturated: int64 (1,), to which the number of values that saturate is added.
     """
-    x = source.x
-    able = x.is_cuda and NO_TRITON is None and x.shape[-1] <= MAX_HEAD_DIM
-    if able and source.rotate:
-        # A matrix unit multiplies 16-bit numbers by 1 and -1 exactly, and float32 numbers not.
-        able = x.dtype != torch.float32 and smem_bytes(source) <= current_gpu(x.device).smem_per_block_bytes
+    able = source.x.is_cuda and NO_TRITON is None and is_of_launch(source, current_gpu(source.x.device))
     return (by_triton if able else by_torch)(source, saturated)
+
+
+def is_of_launch(source: Source, gpu: Gpu) -> bool:
+    """Returns whether the launch can quantize a tensor on a GPU."""
+    x = source.x
+    if x.shape[-1] > MAX_HEAD_DIM or (source.dtype != torch.int8 and reasons.of_float8(gpu)):
+        return False
+    # A matrix unit multiplies 16-bit numbers by 1 and -1 exactly, and float32 numbers not.
+    return not source.rotate or (x.dtype != torch.float32 and smem_bytes(source) <= gpu.smem_per_block_bytes)
 
 
 def smem_bytes(source: Source) -> int:

@@ -88,6 +88,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return max(q, max(1, config.num_stages - 1) * kv) + p + more
     if problem.dtype == "float32" and arithmetic != "ieee":
         return q + p + config.num_stages * kv + max(q, kv) + more  # the parts of an operand coexist
+    if gpu.has_mma:
+        return q + p + max(1, config.num_stages - 1) * kv + more  # a tile is in registers when the next one arrives
     return q + p + config.num_stages * kv + more
 
 
