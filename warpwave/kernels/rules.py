@@ -21,6 +21,7 @@ NOT_MEASURED = "not measured; compiled with the fewest spills"
 MMA_CONFIGS = "2026-11-27-h200-mma-configs.json"
 MMA_CONFIGS_2 = "2026-11-27-h200-mma-configs-2.json"
 MASKS_OF_MMA = "2026-11-27-mma-masks.json"
+MASKS_99_KIB = "2026-11-28-mma-masks-99-kib.json"
 TWO_TILES = "2026-11-28-two-column-tiles.json"
 IN_CODE_OF_MMA = "in code of these cards on a Hopper GPU"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from warpwave.gpu import Gpu, reads_shared_memory
+from warpwave.gpu import KIB, Gpu, reads_shared_memory
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.rules import NOT_MEASURED, Rule
@@ -132,6 +132,7 @@ class Kind:
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
         self.is_rdna, self.is_hopper = gpu.is_rdna, gpu.vendor == "nvidia" and gpu.capability == 90
+        self.has_mma, self.has_99_kib = gpu.has_mma, gpu.smem_per_block_bytes <= 100 * KIB
         self.has_token_factors = problem.kv_factors == "token"
         self.is_of_8_bits = problem.dtype_kv is not None and gpu.vendor == "nvidia"
         self.reads_shared_memory = reads_shared_memory(gpu, block_m)  # which leaves registers free
@@ -189,6 +190,8 @@ MAPPED = "2026-11-21-h200-split-kv-tensor-maps.log"
 TURNS = "2026-11-22-h200-split-kv-turns.log"
 LOG = "serving.md"
 EIGHT_BITS = "2026-11-23-h200-decode-8-bit-configs.log"
+CODE_OF_SM_80 = "2026-11-28-h200-decode-code-of-sm_80.jsonl"
+CODE_OF_SM_89 = "2026-11-28-h200-decode-code-of-sm_89.jsonl"
 
 
 def _kept(config: Config, call: Any) -> Config:
@@ -207,6 +210,22 @@ TILES: tuple[Rule[Tile], ...] = (
         "a chunk of a prompt beside decode took 182 to 207 us with 64 keys a step, at least 215 with 32, and 200 with "
         "128 rows on eight warps",
         LOG,
+    ),
+    *rules.by_width(
+        "more than 32 rows, NVIDIA with mma and 163 KiB of shared memory",
+        lambda c: c.block_m == 64 and c.has_mma and not c.has_99_kib,
+        (Tile(64, 64, 3), Tile(64, 64, 2), Tile(64, 16, 4)),
+        "the former tiles, with two stages and 32 keys above 64, take 1.22, 1.31 and 1.25 times as long (one, four and "
+        "one calls), in code of sm_80 on a Hopper GPU",
+        CODE_OF_SM_80,
+    ),
+    *rules.by_width(
+        "more than 32 rows, NVIDIA with mma",
+        lambda c: c.block_m == 64 and c.has_mma,
+        (Tile(64, 64, 2), Tile(64, 64, 3), Tile(64, 16, 4)),
+        "the former tiles, with two stages and 32 keys above 64, take 1.00, 1.25 and 1.25 times as long (one, four and "
+        "one calls), in code of sm_89 on a Hopper GPU",
+        CODE_OF_SM_89,
     ),
     *rules.by_width(
         "more than 32 rows",
@@ -246,6 +265,15 @@ RULES_OF_TILES: tuple[Rule[Change], ...] = (
             ),
         ),
         NOT_MEASURED,
+    ),
+    Rule(
+        "NVIDIA with mma and 99 KiB of shared memory, at most 32 rows, with 8-bit numbers 16, head_dim 65 to 128: two "
+        "stages",
+        lambda c: c.has_mma and c.has_99_kib and c.block_m <= (16 if c.is_of_8_bits else 32) and c.bucket == 1,
+        (lambda config, _: replace(config, num_stages=min(2, config.num_stages)),),
+        "two blocks share an SM: three stages take 1.13 to 1.36 times as long with pages of 16 (four calls), 1.07 and "
+        "1.11 with 8-bit numbers; 32 rows of 8-bit numbers 0.88, in code of sm_89 on a Hopper GPU",
+        CODE_OF_SM_89,
     ),
     Rule(
         "NVIDIA, a cache of 8-bit numbers, at most 16 rows: two warps",
