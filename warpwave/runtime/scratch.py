@@ -156,7 +156,9 @@ def memory(
         typed = {dtype: whole.view(dtype) for dtype in {dtype for _, dtype in needs}}
         parts = tuple(
             [
-                typed[dtype].as_strided(shape, contiguous_strides(shape), begin // dtype.itemsize)
+                typed[dtype].as_strided(
+                    shape, contiguous_strides(shape), typed[dtype].storage_offset() + begin // dtype.itemsize
+                )
                 for begin, (shape, dtype) in zip(begins, needs, strict=True)
             ]
         )
