@@ -118,3 +118,11 @@ def test_plans_keep_no_part_of_a_buffer_that_was_outgrown(device: Any) -> None:
     large = scratch.memory([((10_000,), torch.float32)], Place())()  # type: ignore[arg-type]
     assert outgrown() is None
     assert places(small()) == places(large)
+
+
+def test_parts_lie_inside_a_buffer_that_is_the_end_of_its_storage(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = torch.zeros(8192, dtype=torch.uint8)
+    monkeypatch.setattr(scratch, "buffer", lambda *_: storage[4096:])
+    for t in scratch.memory(NEEDS, Place())():  # type: ignore[arg-type]
+        t.fill_(1)
+    assert not storage[:4096].any() and storage[4096:].any()
