@@ -93,7 +93,7 @@ SPILL_BOUNDS = {
     ("nvidia", "decode, head_dim 64"): 10,  # sm_80's 8; none elsewhere
     ("nvidia", "decode, large pages"): 10,  # sm_120's 8; none elsewhere
     ("nvidia", "prefill, head_dim 256"): 240,
-    ("nvidia", "prefill, packed and paged"): 72,  # sm_89's 56
+    ("nvidia", "prefill, packed and paged"): 112,  # sm_120's 88; sm_89's 56
     ("nvidia", "int8, chunk"): 128,  # sm_90's 112
     ("nvidia", "int8, decode, factors of heads"): 10,  # sm_90's 8
     ("nvidia", "float8, chunk, head_dim 256"): 640,  # sm_100's 504; sm_90's 336
