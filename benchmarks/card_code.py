@@ -24,8 +24,10 @@ from typing import Any
 import triton
 import triton.backends.nvidia.compiler as compiler
 
+from benchmarks.measured_rows import WITH_CODE_OF
 from warpwave import gpu
 from warpwave.gpu import KIB, Gpu
+from warpwave.workbench.bench import environment
 
 SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_120": 100 * KIB}
 SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
@@ -64,6 +66,18 @@ def _choose_for(arch: str) -> None:
     gpu._cuda_gpu = card
 
 
+def _describe_as(arch: str) -> None:
+    """Makes records name the code beside the GPU."""
+    describe = environment.describe
+
+    def described(device: Any) -> dict[str, Any]:
+        found = describe(device)
+        found["gpu"]["name"] += f"{WITH_CODE_OF}{arch}"
+        return found
+
+    environment.describe = described
+
+
 def main() -> int:
     """Runs `main` of the module that the first argument names."""
     if len(sys.argv) < 2 or CARD not in SMEM_OF_SM:
@@ -82,3 +96,4 @@ if __name__ in ("__main__", "__mp_main__"):  # the command, or a process that it
 elif CARD:
     compile_for(CARD)
     _choose_for(CARD)
+    _describe_as(CARD)

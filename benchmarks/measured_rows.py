@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = (ROOT / "benchmarks" / "records", ROOT / "warpwave" / "workbench" / "report" / "shipped")
 # Checks of other suites' calls, timed for a moment each.
 LEFT_OUT = ("verify",)
+WITH_CODE_OF = " with code of "  # between a GPU's name and another's, whose code it executed; left out too
 # Groups of benchmarks/gradients.py -> their names as suites.
 OF_GRADIENTS = {
     "rows": "backward",
@@ -68,7 +69,7 @@ def newest_rows(folders: Sequence[Path] = FOLDERS) -> dict[tuple[str, str], list
     for folder in folders:
         for path in sorted(folder.glob("*.json*")):
             for row in rows_of(path):
-                if row.suite not in LEFT_OUT:
+                if row.suite not in LEFT_OUT and WITH_CODE_OF not in row.card:
                     found[row.suite, row.card][row.record].append(row)
     chosen = {key: max(of.values(), key=lambda rows: (len(rows), rows[0].date)) for key, of in found.items()}
     return dict(sorted(chosen.items()))
