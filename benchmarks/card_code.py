@@ -21,6 +21,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import triton
 import triton.backends.nvidia.compiler as compiler
 
@@ -33,12 +34,14 @@ SMEM_OF_SM = {"sm_80": 164 * KIB, "sm_86": 100 * KIB, "sm_89": 100 * KIB, "sm_12
 SMEM_OF_HOPPER, LARGEST_BLOCK, RESERVED = 228 * KIB, 227 * KIB, KIB
 
 
-@functools.lru_cache(1)
 def compile_for(arch: str) -> None:
     """Makes Triton compile for a GPU in this process, and ptxas assemble for Hopper. A process keeps to one GPU."""
-    if arch == "sm_90":
+    name = None if arch == "sm_90" else arch.replace("_", "")
+    if (present := triton.knobs.runtime.override_arch) == name:
         return
-    triton.knobs.runtime.override_arch = arch.replace("_", "")
+    if present is not None or name is None:
+        raise RuntimeError(f"Triton compiles for {present} in this process already, so it cannot for {arch}")
+    triton.knobs.runtime.override_arch = name
     make_cubin, name_of = compiler.CUDABackend.make_cubin, compiler.sm_arch_from_capability
 
     def for_hopper(self: Any, src: Any, metadata: dict[str, Any], *options: Any) -> bytes:
@@ -72,15 +75,22 @@ def _describe_as(arch: str) -> None:
 
     def described(device: Any) -> dict[str, Any]:
         found = describe(device)
-        found["gpu"]["name"] += f"{WITH_CODE_OF}{arch}"
+        if found["gpu"]:
+            found["gpu"]["name"] += f"{WITH_CODE_OF}{arch}"
         return found
 
     environment.describe = described
 
 
+def pytest_configure() -> None:
+    """Is called by pytest if this module is its plugin."""
+    if not CARD:
+        raise pytest.UsageError(f"CARD is not set; it must be one of {', '.join(SMEM_OF_SM)}")
+
+
 def main() -> int:
-    """Runs `main` of the module that the first argument names."""
-    if len(sys.argv) < 2 or CARD not in SMEM_OF_SM:
+    """Runs `main` of the module that the first argument names. It must take no arguments, and start no interpreter."""
+    if len(sys.argv) < 2 or not CARD:
         print(f"usage: CARD={'|'.join(SMEM_OF_SM)} python -m benchmarks.card_code MODULE [ARGUMENT ...]")
         return 2
     sys.argv = sys.argv[1:]
@@ -94,6 +104,8 @@ if __name__ in ("__main__", "__mp_main__"):  # the command, or a process that it
     if __name__ == "__main__":
         sys.exit(card_code.main())
 elif CARD:
+    if CARD not in SMEM_OF_SM:
+        raise ValueError(f"CARD is {CARD!r}; it must be one of {', '.join(SMEM_OF_SM)}")
     compile_for(CARD)
     _choose_for(CARD)
     _describe_as(CARD)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.draw_decode OUT.toml                 40 calls from the hash of HEAD
     python -m benchmarks.draw_decode OUT.toml --seed HASH     those of another commit
-    python -m benchmarks.draw_decode OUT.toml --named         the calls that lost before, or nearly, instead
+    python -m benchmarks.draw_decode OUT.toml --named         named calls instead
     python -m benchmarks.draw_decode OUT.toml --time RECORD.jsonl [--rounds 9] [--others]
 
 The calls have 1 to 16 queries, 1 to 128 sequences of 1,024 to 131,072 keys, groups of 1, 4 and 8 query heads,
@@ -13,8 +13,8 @@ mask aligned to the last key and no pages, so FlashAttention-4 is the only peer 
 `--peers` names the peers: PyTorch's `sdpa_flash` and `sdpa_efficient` have the same instructions as our code for other
 NVIDIA cards (`benchmarks.card_code`).
 
-`--others` then times other configs of `split_kv` (`others`) on the calls where `auto` is less than 1.05 times as fast
-as the best peer, and prints those that are more than 3 % faster than `auto`.
+`--others` then times other configs of `split_kv` (`others`) on the calls that have no peer, or where `auto` is less
+than 1.05 times as fast as the best one, and prints those that are more than 3 % faster than `auto`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.drawn import GOAL, configured, draw, gains, goal_verdict, log_un
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import split_kv
 from warpwave.kernels.split_kv import splits
-from warpwave.kernels.split_kv.config import Config, may_be_launched_ahead, may_map
+from warpwave.kernels.split_kv.config import Config, may_map
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.peers import Peer
 from warpwave.workbench.bench.records import OURS
@@ -54,7 +54,7 @@ NAMED = (
     (128, 16, 2048, 32, 8, 64), (8, 8, 4096, 64, 8, 16),
 )  # fmt: skip
 # Other head sizes, a chunk of a prompt, and caches of 8 bits.
-OTHERS_NAMED: tuple[dict[str, Any], ...] = tuple(
+MORE_NAMED: tuple[dict[str, Any], ...] = tuple(
     {"num_heads_q": 32, "num_heads_kv": 8, "dtype": "bfloat16"} | fields
     for fields in (
         {"batch": 16, "seqlen_q": 1, "seqlen_k": 8192, "head_dim": 64},
@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the suite to write")
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
-    parser.add_argument("--named", action="store_true", help="the calls of NAMED instead of drawn ones")
+    parser.add_argument("--named", action="store_true", help="the calls of NAMED and MORE_NAMED instead of drawn ones")
     parser.add_argument("--time", type=Path, metavar="RECORD", help="time the calls, and append them to this record")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peers", nargs="*", default=PEERS, help=f"default: {' '.join(PEERS)}")
@@ -110,12 +110,12 @@ def suite(seed: str) -> str:
 
 
 def named(_: str) -> str:
-    """Returns the calls of NAMED as a suite in TOML."""
+    """Returns the calls of NAMED and MORE_NAMED as a suite in TOML."""
     fields = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "page_size")
     calls = [dict(zip(fields, call, strict=True)) for call in NAMED]
     lines = [toml_line({n: x for n, x in call.items() if x} | {"head_dim": 128, "dtype": "bfloat16"}) for call in calls]
-    lines += [toml_line(call) for call in OTHERS_NAMED]
-    return "\n".join(['description = "calls of few queries that lost before, or nearly"', "cases = [", *lines, "]", ""])
+    lines += [toml_line(call) for call in MORE_NAMED]
+    return "\n".join(['description = "named calls of few queries"', "cases = [", *lines, "]", ""])
 
 
 def _shape(draw: random.Random) -> dict[str, Any]:
@@ -145,16 +145,16 @@ def _shape(draw: random.Random) -> dict[str, Any]:
 
 def others(problem: AttentionProblem, gpu: Gpu) -> dict[str, Config]:
     """Returns configs to compare with the default, by name: on Hopper other ways to load keys, and numbers of splits
-    with which the blocks fill whole waves; on other GPUs other tiles."""
+    with which the blocks fill whole waves; on other GPUs other tiles, which pointers load."""
     first, found = split_kv.default(problem, gpu), {}
-    has_maps = may_be_launched_ahead(gpu)
+    is_hopper = gpu.capability == 90
     of_maps = ((64, 2, 3, True), (64, 4, 4, True), (128, 4, 3, True), (64, 4, 3, False))
     of_pointers = itertools.product((16, 32, 64, 128), (2, 4), (2, 3, 4), (False,))
     tilings = [
         dataclasses.replace(first, block_n=keys, num_warps=warps, num_stages=stages, by_map=by_map, roles=False)
-        for keys, warps, stages, by_map in (of_maps if has_maps else of_pointers)
+        for keys, warps, stages, by_map in (of_maps if is_hopper else of_pointers)
     ]
-    if first.block_m == 16 and has_maps:
+    if first.block_m == 16 and is_hopper:
         tilings += [Config(16, 64, 4, n, launched_ahead=True, by_map=True, roles=True) for n in (6, 3, 2)]
     for tiling in tilings:
         if split_kv.smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
@@ -165,7 +165,7 @@ def others(problem: AttentionProblem, gpu: Gpu) -> dict[str, Config]:
         tiles = splits.blocks_with_rows(problem, tiling)
         sms = gpu.num_sms or splits.UNKNOWN_SMS
         whole = {max(1, waves * sms * splits.blocks_per_sm(problem, gpu, tiling) // tiles) for waves in (1, 2)}
-        for number in sorted({split.num_splits, 1, *whole} if has_maps else {split.num_splits}):
+        for number in sorted({split.num_splits, 1, *whole} if is_hopper else {split.num_splits}):
             config = dataclasses.replace(split, num_splits=min(number, splits.MAX_SPLITS))
             if config != first:
                 found[_name(config)] = config

@@ -3,7 +3,7 @@
     PYTHONPATH=. python -m benchmarks.portable_configs RECORD [--arch sm_80 sm_89] [--calls plain mask]
         [--head-dims 64 128] [--seconds 480]
 
-`benchmarks.card_code` says how, and what the times mean. With `--arch sm_90` the code is Hopper's own.
+`benchmarks.card_code` explains the method and the meaning of the times. With `--arch sm_90` the code is Hopper's own.
 
 Calls are 2 x 4096, heads * head_dim about 2048, at head_dim 64, 128 and 256 unless others are named: bfloat16 full and
 causal, full with a boolean mask or a bias for all heads, and float32 full, by default and in tf32. Results are compared
@@ -31,7 +31,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.card_code import SMEM_OF_SM, compile_for
+from benchmarks.card_code import CARD, SMEM_OF_SM, compile_for
 from warpwave import dispatch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_bwd, flash_fwd
@@ -283,6 +283,8 @@ def main() -> int:
     parser.add_argument("--defaults", action="store_true", help="no other candidates")
     parser.add_argument("--seconds", type=float, default=480.0, help="configs are timed until then")
     args = parser.parse_args()
+    if CARD:
+        parser.error(f"CARD is {CARD}; unset it, because --arch names the GPUs")
     deadline = time.monotonic() + args.seconds
     place = args.record.parent / "references"
     place.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,9 @@ import torch
 from benchmarks.draw_decode import (
     BATCHES,
     KEYS,
+    MORE_NAMED,
     MOST_BYTES,
     NAMED,
-    OTHERS_NAMED,
     QUERIES,
     contenders_of_others,
     named,
@@ -58,10 +58,10 @@ def test_named_calls_are_a_suite() -> None:
     cases = parse_suite("named", tomllib.loads(named(A)), source="named").cases
     assert [(c.problem.batch, c.problem.seqlen_k, c.problem.page_size) for c in cases] == [
         (batch, keys, page_size) for batch, _, keys, _, _, page_size in NAMED
-    ] + [(call["batch"], call["seqlen_k"], call.get("page_size", 0)) for call in OTHERS_NAMED]
+    ] + [(call["batch"], call["seqlen_k"], call.get("page_size", 0)) for call in MORE_NAMED]
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
 def test_tiles_of_other_cards_load_by_pointers(arch: str) -> None:
     gpu = replace(Gpu.for_arch(arch), num_sms=132)
     for case in parse_suite("named", tomllib.loads(named(A)), source="named").cases:

@@ -79,6 +79,6 @@ def test_matrix_compiles_within_limits(arch: str, feature: str) -> None:
         job(arch, dtype, d, feature) for dtype in ("bfloat16", "float32") for d in (40, 64, 80, 96, 128, 160, 192, 256)
     ]
     if feature in ("mask", "bias") and arch in ("sm_86", "sm_89", "sm_120"):
-        del jobs[-2:]  # float32 above head_dim 128, which no tile fits (tests/kernels/flash_bwd/test_host.py)
+        del jobs[-3:]  # float32 above head_dim 128, which no tile fits (tests/kernels/flash_bwd/test_host.py)
     for a_job, facts in zip(jobs, compile_all(jobs), strict=True):
         check(a_job, facts)

@@ -430,8 +430,9 @@ def problem_of(drawn: Drawn) -> Any:
 
 def repro(seed: int) -> str:
     """Returns five lines of code that run one drawn call."""
-    interpret = [] if ON_GPU else ["import os; os.environ['TRITON_INTERPRET'] = '1'"]
+    set_first = {"TRITON_INTERPRET": "" if ON_GPU else "1", "CARD": os.environ.get("CARD", "")}
+    lines = [f"import os; os.environ['{name}'] = '{value}'" for name, value in set_first.items() if value]
     return "\n".join(
-        [*interpret, "from tests.conformance import drawn", f"call = drawn.draw({seed})", "print(call)",
+        [*lines, "from tests.conformance import drawn", f"call = drawn.draw({seed})", "print(call)",
          "print(drawn.check(call) or 'as it should be')"]
     )  # fmt: skip

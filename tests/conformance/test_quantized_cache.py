@@ -23,8 +23,10 @@ READERS = ("split_kv", "eager")
 CACHES = tuple(f"{dtype}:{kind}" for dtype in ("float8_e4m3fn", "int8") for kind in ("head", "token"))
 REFUSED = reasons.of_float8(GPU)
 each_reader = pytest.mark.parametrize("reader", READERS)
-ABLE = [pytest.param(c, marks=pytest.mark.skipif(bool(REFUSED) and "float8" in c, reason=str(REFUSED))) for c in CACHES]
-each_cache = pytest.mark.parametrize("cache", ABLE)
+CACHE_PARAMS = [
+    pytest.param(c, marks=pytest.mark.skipif(bool(REFUSED) and "float8" in c, reason=str(REFUSED))) for c in CACHES
+]
+each_cache = pytest.mark.parametrize("cache", CACHE_PARAMS)
 
 
 def sampled(items: Any, every: int) -> list[Any]:
@@ -54,14 +56,14 @@ def test_splits(splits: str, cache: str) -> None:
     check("split_kv", case, "sharp", config=SPLITS[splits])
 
 
-@pytest.mark.parametrize("cache", ABLE[::3])
+@pytest.mark.parametrize("cache", CACHE_PARAMS[::3])
 @pytest.mark.parametrize("page_size", sampled(PAGE_SIZES, 2))
 def test_page_sizes(page_size: int, cache: str) -> None:
     check("split_kv", PagedCase(page_size, "bfloat16", cache=cache), config=SPLITS["three"])
 
 
 @each_reader
-@pytest.mark.parametrize("cache", ABLE[1:3])
+@pytest.mark.parametrize("cache", CACHE_PARAMS[1:3])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mask", sampled(MASKS, 2))
 def test_masks(mask: str, packed: bool, cache: str, reader: str) -> None:
@@ -70,14 +72,14 @@ def test_masks(mask: str, packed: bool, cache: str, reader: str) -> None:
 
 
 @each_reader
-@pytest.mark.parametrize("cache", ABLE[1:3])
+@pytest.mark.parametrize("cache", CACHE_PARAMS[1:3])
 @pytest.mark.parametrize("feature", sampled([name for name in FEATURES if "float32" not in name], 2))
 def test_features(feature: str, cache: str, reader: str) -> None:
     check(reader, replace(PagedCase(), cache=cache, **FEATURES[feature]))
 
 
 @each_reader
-@pytest.mark.parametrize("cache", ABLE[1::2])
+@pytest.mark.parametrize("cache", CACHE_PARAMS[1::2])
 def test_tokens_whose_factors_differ_by_powers_of_ten(cache: str, reader: str) -> None:
     """Small ones would be lost among 16-bit probabilities if these were multiplied by a factor first."""
     case = PagedCase(16, lengths=SEVERAL, cache=cache)

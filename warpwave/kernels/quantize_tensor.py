@@ -205,11 +205,11 @@ def quantized(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, to
     Args:
         saturated: int64 (1,), to which the number of values that saturate is added.
     """
-    able = source.x.is_cuda and NO_TRITON is None and is_of_launch(source, current_gpu(source.x.device))
+    able = source.x.is_cuda and NO_TRITON is None and has_launch(source, current_gpu(source.x.device))
     return (by_triton if able else by_torch)(source, saturated)
 
 
-def is_of_launch(source: Source, gpu: Gpu) -> bool:
+def has_launch(source: Source, gpu: Gpu) -> bool:
     """Returns whether the launch can quantize a tensor on a GPU."""
     x = source.x
     if x.shape[-1] > MAX_HEAD_DIM or (source.dtype != torch.int8 and reasons.of_float8(gpu)):

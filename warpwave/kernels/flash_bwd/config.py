@@ -350,7 +350,7 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
             lambda config, call: Config(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
             lambda config, call: Config(Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), True),
         ),
-        "the former tiles above 128 take 1.19 times as long with a mask, and no other tiles below gain 3 %, "
+        "the former tiles above 128 take 1.19 times as long with a mask, and no other tiles up to 128 gain 3 %, "
         + IN_CODE_OF_MMA,
         MASKS_99_KIB,
     ),

@@ -441,7 +441,7 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
             lambda config, _: Config(128, 16, 4, 2),
             lambda config, _: Config(128, 16, 8, 2),
         ),
-        "the former tile above 128 takes 1.22 times as long with a mask, and no other tile below gains 3 %, "
+        "the former tile above 128 takes 1.22 times as long with a mask, and no other tile up to 128 gains 3 %, "
         + IN_CODE_OF_MMA,
         MASKS_99_KIB,
     ),

@@ -190,8 +190,7 @@ MAPPED = "2026-11-21-h200-split-kv-tensor-maps.log"
 TURNS = "2026-11-22-h200-split-kv-turns.log"
 LOG = "serving.md"
 EIGHT_BITS = "2026-11-23-h200-decode-8-bit-configs.log"
-CODE_OF_SM_80 = "2026-11-28-h200-decode-code-of-sm_80-2.jsonl"
-CODE_OF_SM_89 = "2026-11-28-h200-decode-code-of-sm_89-2.jsonl"
+OTHER_CARDS = "other_cards.md"
 
 
 def _kept(config: Config, call: Any) -> Config:
@@ -216,8 +215,8 @@ TILES: tuple[Rule[Tile], ...] = (
         lambda c: c.block_m == 64 and c.has_mma and not c.has_99_kib and not c.is_masked,
         (Tile(64, 64, 3), Tile(64, 64, 2), Tile(64, 16, 4)),
         "the former tiles, with two stages and 32 keys above 64 columns, take 1.23, 1.12 to 1.56 and 1.25 times as "
-        "long (one, six and one calls), " + IN_CODE_OF_MMA,
-        CODE_OF_SM_80,
+        "long (one, six and one calls, 8-bit keys at 128 alone), " + IN_CODE_OF_MMA,
+        OTHER_CARDS,
     ),
     *rules.by_width(
         "more than 32 rows, NVIDIA with mma, no mask or bias, 16-bit keys",
@@ -225,7 +224,7 @@ TILES: tuple[Rule[Tile], ...] = (
         (Tile(64, 64, 2), Tile(64, 64, 3), Tile(64, 16, 4)),
         "the former tiles, with two stages and 32 keys above 64 columns, take 1.00, 1.05 to 2.09 and 1.24 times as "
         "long (one, five and one calls); with 8-bit keys 0.95, " + IN_CODE_OF_MMA,
-        CODE_OF_SM_89,
+        OTHER_CARDS,
     ),
     *rules.by_width(
         "more than 32 rows",
@@ -273,7 +272,7 @@ RULES_OF_TILES: tuple[Rule[Change], ...] = (
         (lambda config, _: replace(config, num_stages=min(2, config.num_stages)),),
         "two blocks share an SM: three stages take 0.95 to 1.35 times as long (ten calls, 1.12 in the mean), with "
         "8-bit numbers 1.08 and 1.12, and on 32 rows of 8-bit numbers 0.88, " + IN_CODE_OF_MMA,
-        CODE_OF_SM_89,
+        OTHER_CARDS,
     ),
     Rule(
         "NVIDIA, a cache of 8-bit numbers, at most 16 rows: two warps",
