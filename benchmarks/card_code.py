@@ -89,7 +89,7 @@ def pytest_configure() -> None:
 
 
 def main() -> int:
-    """Runs `main` of the module that the first argument names. It must take no arguments, and start no interpreter."""
+    """Runs the function `main()` of the module that the first argument names, which must not start an interpreter."""
     if len(sys.argv) < 2 or not CARD:
         print(f"usage: CARD={'|'.join(SMEM_OF_SM)} python -m benchmarks.card_code MODULE [ARGUMENT ...]")
         return 2

@@ -86,6 +86,11 @@ class Gpu:
         """Whether its matrix instructions are NVIDIA's `mma`, whose operands are in registers."""
         return self.vendor == "nvidia" and self.capability not in WGMMA_OR_TCGEN05
 
+    @functools.cached_property
+    def has_163_kib(self) -> bool:
+        """Whether a block may use 163 KiB of shared memory. NVIDIA GPUs with less have 99."""
+        return self.smem_per_block_bytes >= 163 * KIB
+
     @staticmethod
     def for_arch(arch: str) -> Gpu:
         """Returns the description of an architecture without a device, for compiling and explaining.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import re
@@ -18,7 +17,6 @@ import warpwave
 from warpwave import AttentionProblem, Explanation, Gpu, InvalidInput, dispatch
 from warpwave.problem import Causal
 from warpwave.workbench.cli import app
-from warpwave.workbench.explain.advice import MOST
 from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import catalog, resolve
 from warpwave.workbench.hardware.measure import Ceilings
@@ -265,29 +263,7 @@ def test_memory_counts_every_input() -> None:
     assert memory is not None and memory.inputs == sum(t.numel() * t.element_size() for t in inputs)
 
 
-# What to change -------------------------------------------------------------------------------------------------------
-
-
-def advice(said: Explanation) -> str:
-    assert 1 <= len(said.advice) <= MOST
-    return " | ".join(said.advice)
-
-
-def test_a_call_without_fault_is_told_so() -> None:
-    said = on("h200")
-    assert len(said.advice) == 1 and said.advice[0].startswith("Nothing about the call")
-    assert said.near_misses == ()
-
-
-@pytest.mark.parametrize("lengths", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [128, 512])
-def test_a_call_without_work_is_advised_nothing(head_dim: int, dtype: str, lengths: dict[str, int]) -> None:
-    said = on(
-        "h200", head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **({"seqlen_q": 64, "seqlen_k": 64} | lengths)
-    )
-    assert said.advice == ("Nothing: no key is visible to any query, so this call has no work.",)
-    assert str(said)
+# Other arguments, losses and the command ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -314,51 +290,6 @@ def test_options_beside_a_problem_are_not_ignored() -> None:
         warpwave.explain(PLAIN, gpu=resolve("h200"), causal=True)
 
 
-def test_idle_sms_are_counted() -> None:
-    said = warpwave.explain(
-        replace(PLAIN, batch=1, num_heads_q=2, num_heads_kv=2, seqlen_q=256), gpu=resolve("h200"), kernel="flash_fwd"
-    )
-    blocks = said.cost.blocks if said.cost else 0
-    assert f"The grid has {blocks} blocks, so {132 - blocks} of 132 SMs are idle" in advice(said)
-
-
-def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
-    said = on("mi300x", batch=1, num_heads_q=4, num_heads_kv=4, seqlen_q=2048, seqlen_k=2048)
-    found = re.search(r"Time Config\((.*?)\) of [\w.]+: ([\d,]+) blocks.*?, at least ([\d.,]+) us", advice(said))
-    assert found is not None
-    kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == said.kernel)
-    config = kernel.Config(**{k: ast.literal_eval(v) for k, v in (pair.split("=") for pair in found[1].split(", "))})
-    again = warpwave.explain(said.problem, gpu=said.gpu, kernel=said.kernel or "", config=config)
-    assert again.cost is not None and again.cost.blocks == int(found[2].replace(",", ""))
-    assert again.bounds is not None and again.bounds.time_us == pytest.approx(float(found[3]), rel=0.01)
-    assert again.bounds.time_us < said.bounds.time_us if said.bounds else False
-
-
-def test_head_padding_is_named_where_the_kernel_pads() -> None:
-    said = warpwave.explain(replace(PLAIN, head_dim=200, head_dim_v=200), gpu=resolve("a100"))
-    assert "computes head_dim 200 as 256: 512 / 400 = 1.28 x the products" in advice(said)
-    between = replace(PLAIN, head_dim=80, head_dim_v=80)
-    masked = replace(between, mask_shape=(1, 1, 4096, 4096))
-    plain, of_masked = (advice(warpwave.explain(p, gpu=resolve("a100"))) for p in (between, masked))
-    assert "computes head_dim" not in plain and "computes head_dim 80 as 128" in of_masked
-
-
-def test_rows_of_a_tile_that_are_no_queries_are_counted() -> None:
-    said = warpwave.explain(
-        replace(PLAIN, batch=64, seqlen_q=3, seqlen_k=64, num_heads_kv=2), gpu=resolve("h200"), kernel="flash_fwd"
-    )
-    assert re.search(r"3 of the \d+ rows are queries\. The 8 query heads that share a kv head", advice(said))
-
-
-def test_precision_is_advised_by_what_the_card_has() -> None:
-    geforce = advice(on("rtx3060", dtype="float32"))
-    assert "Products run as tf32x3, 15.01 / 3 = 5.003 TFLOP/s; precision='ieee'" in geforce
-    assert "tf32'" not in geforce, "which is no faster there than float32"
-    hopper = advice(on("h200", dtype="float32"))
-    assert "precision='tf32' (operands of 11 significant bits" in hopper and "precision='ieee'" not in hopper
-    assert "bfloat16 inputs" in hopper
-
-
 @pytest.mark.parametrize("precision", ["tf32", "ieee", "default", 1e-3])
 @pytest.mark.parametrize("return_lse", [False, True])  # by torch_sdpa, and by eager
 def test_float32_products_on_a_cpu_are_float32(precision: str | float, return_lse: bool) -> None:
@@ -367,26 +298,6 @@ def test_float32_products_on_a_cpu_are_float32(precision: str | float, return_ls
     assert said.accuracy is not None and said.accuracy.arithmetic == "ieee"
     if said.accuracy.measured is not None:
         assert said.accuracy.measured <= said.accuracy.promised
-
-
-def test_memory_bound_calls_hear_of_bytes() -> None:
-    said = advice(warpwave.explain(replace(PLAIN, seqlen_q=1, batch=64, num_heads_kv=4), gpu=resolve("h200")))
-    assert "Memory binds, and k and v are 100% of the bytes" in said
-    assert "GQA" not in said, "they share already"
-    assert "GQA" in advice(on("h200", batch=1024, seqlen_q=32, seqlen_k=32))
-
-
-def test_longer_sequences_are_no_way_out_under_a_window() -> None:
-    said = advice(on("l4", batch=1, seqlen_q=4096, seqlen_k=4096, num_heads_kv=4, window_size=(127, 0)))
-    assert "longer sequences do not reach under a window" in said
-
-
-def test_memory_does_not_bind_where_the_kernels_own_products_take_longer() -> None:
-    for window, is_memory in ((511, True), (900, False)):  # 150 and 244 us of tiles against 224 us of memory
-        said = on("l4", batch=1, seqlen_q=4096, seqlen_k=4096, num_heads_kv=16, window_size=(window, 0))
-        binding = said.bounds.of_problem.binding if said.bounds is not None else None
-        assert binding is not None and binding.resource == "memory"
-        assert ("Memory binds" in advice(said)) == is_memory
 
 
 def test_a_remainder_that_leads_is_said_first_and_no_loss_of_ours_is_blamed() -> None:
@@ -444,78 +355,6 @@ def test_the_command_explains_quantized_calls() -> None:
 def test_a_measured_time_on_an_architecture_is_refused_with_its_cards() -> None:
     with pytest.raises(InvalidInput, match="sm_86 has none; for times name a card: a10, rtx3060"):
         warpwave.explain(PLAIN, gpu=resolve("sm_86"), measured_us=1000.0)
-
-
-def test_exponentials_are_named_at_small_heads() -> None:
-    assert "so a head_dim up to" in advice(on("h200", head_dim=32, head_dim_v=32))
-
-
-def test_a_mask_that_is_causal_is_replaced() -> None:
-    q, k, v = tensors(64, 64)
-    mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
-    said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
-    assert said.advice[0].startswith("Pass causal=True instead of the mask") and "4.096 kB" in said.advice[0]
-    q32, k32, v32 = tensors(1100, 1100)
-    long = torch.ones(1100, 1100, dtype=torch.bool).tril()[None, None]
-    hopper = " ".join(str(warpwave.explain(q32, k32, v32, mask=long, gpu=resolve("h200"))).split())
-    assert hopper.count("ass causal=True instead of the mask") == 1
-    assert "hopper/flash_fwd would then serve it." in hopper
-    nothing = warpwave.explain(q, k, v, mask=torch.ones_like(mask), gpu=resolve("h200"))
-    assert "rop the mask: it hides nothing" in str(nothing)
-    random = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)) < 0.5
-    kept = advice(warpwave.explain(q, k, v, mask=random, gpu=resolve("h200"), kernel="flash_fwd"))
-    assert "place of the mask" not in kept and "rop the mask" not in kept
-
-
-def test_a_mask_nobody_looked_at_is_asked_about() -> None:
-    assert "If it is causal or a window" in advice(on("h200", mask_shape=(1, 1, 4096, 4096)))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t: t[..., ::2], "You pass k with stride 2 along head_dim"),
-        (lambda t: t[..., :15], "You pass k and v with rows of 15 x 4 = 60 bytes"),
-        (lambda t: t[:, 1:, 1:, 4:20], ""),
-        (lambda t: torch.randn(2, 64, 4, 18)[..., :16], "You pass k with rows that do not start at multiples of 16"),
-    ],
-)
-def test_strides_that_cost_something_are_named(change: Any, said: str) -> None:
-    wide = torch.randn(2, 64, 4, 32)
-    k = change(wide)
-    q, v = torch.randn(*k.shape), torch.randn(*k.shape)
-    if k.shape[-1] == 15:
-        k = k.contiguous()
-        q = torch.randn(2, 64, 4, 16)[..., :15]
-    found = advice(warpwave.explain(q, k, v, gpu=resolve("h200"), kernel="flash_fwd"))
-    assert said in found and bool(said) == ("You pass" in found)
-
-
-def test_kernels_that_copy_by_tensor_maps_copy_other_layouts_first() -> None:
-    q, v = (torch.randn(1, 2048, 4, 64, dtype=torch.bfloat16) for _ in range(2))
-    k = torch.randn(1, 2048, 4, 128, dtype=torch.bfloat16)[..., ::2]
-    said = warpwave.explain(q, k, v, gpu=resolve("h200"))
-    assert said.kernel == "hopper/flash_fwd" and said.memory is not None
-    assert said.memory.workspace == k.numel() * 2
-    assert said.advice[0].startswith("You pass k with stride 2 along head_dim: every call copies them first, 1.049 MB.")
-    portable = warpwave.explain(q, k, v, gpu=resolve("h200"), kernel="flash_fwd")
-    assert portable.memory is not None and portable.memory.workspace == 0
-    assert "rows are read one element at a time" in portable.advice[0]
-
-
-def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:
-    q, k, v = tensors(64, 64)
-    mask = (torch.rand(1, 1, 64, 128) < 0.5)[..., ::2]
-    said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
-    assert said.memory is not None and said.memory.workspace == 64 * 64
-    assert "The mask is not contiguous along the keys" in advice(said)
-
-
-def test_the_nearest_fast_path_is_said_first() -> None:
-    said = on("h200", head_dim=300, head_dim_v=300, requires_grad=True, softcap=1.0)
-    assert said.kernel == "eager" and said.near_misses
-    text = str(said)
-    assert text.index("would serve this call") < text.index(said.advice[0][:20])
 
 
 # As data --------------------------------------------------------------------------------------------------------------

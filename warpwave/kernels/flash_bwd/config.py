@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, TCGEN05, WGMMA_OR_TCGEN05, WGMMA_ROWS, Gpu
+from warpwave.gpu import TCGEN05, WGMMA_OR_TCGEN05, WGMMA_ROWS, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, total_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
@@ -197,7 +197,7 @@ class Call:
 RULES: tuple[Rule[Config], ...] = (
     Rule(
         "float32, NVIDIA with mma and 163 KiB of shared memory, head_dim up to 64",
-        lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB and c.bucket == 0,
+        lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.has_163_kib and c.bucket == 0,
         (Config(Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)),),
         "32 x 32 takes 1.50 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS_2,
@@ -271,14 +271,14 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule(
         "16 bits, NVIDIA with mma and 163 KiB of shared memory, 160 columns in two tiles",
-        lambda c: c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB and c.width == 160,
+        lambda c: c.gpu.has_mma and c.gpu.has_163_kib and c.width == 160,
         (Config(Tile(128, 32, 8, 3), Tile(16, 128, 8, 3)),),
         "the config for 256 columns takes 1.49 times as long full, " + IN_CODE_OF_MMA,
         TWO_TILES,
     ),
     Rule(
         "16 bits, NVIDIA with mma and 163 KiB of shared memory, 192 columns in two tiles",
-        lambda c: c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB and c.width == 192,
+        lambda c: c.gpu.has_mma and c.gpu.has_163_kib and c.width == 192,
         (Config(Tile(128, 32, 8, 3), Tile(32, 128, 8, 3), True),),
         "the config for 256 columns takes 1.53 times as long full, " + IN_CODE_OF_MMA,
         TWO_TILES,
@@ -300,7 +300,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     *by_width(
         "16 bits, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.gpu.smem_per_block_bytes > 100 * KIB,
+        lambda c: c.gpu.has_163_kib,
         (
             Config(Tile(128, 32, 4, 3), Tile(32, 128, 4, 2)),
             Config(Tile(128, 32, 4, 2), Tile(32, 128, 8, 2)),
@@ -333,7 +333,7 @@ def _halved(config: Config, call: Call) -> Config:
 RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
     *by_width(
         "a mask or bias, 16 bits, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.is_16_bit_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
+        lambda c: c.is_16_bit_mma and c.gpu.has_163_kib,
         (
             lambda config, call: Config(Tile(128, 32, 4, 3), Tile(16, 128, 4, 2)),
             lambda config, call: Config(Tile(128, 16, 4, 2), Tile(64, 64, 8, 2)),

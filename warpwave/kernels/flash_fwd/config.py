@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from warpwave.gpu import KIB, WGMMA_ROWS, Gpu
+from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import dot_precision, padded, total_widths
 from warpwave.kernels.cost import bytes_per_score
@@ -302,7 +302,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     *by_width(
         "float32 in tf32x3, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
+        lambda c: c.is_float32 and c.gpu.has_mma and c.gpu.has_163_kib,
         (Config(64, 32, 4, 2), Config(64, 16, 4, 1), Config(32, 16, 4, 1)),
         "the former tiles take 1.71, 1.60 and 1.52 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS_2,
@@ -371,7 +371,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule(
         "16 bits, Hopper, or NVIDIA with mma and 163 KiB of shared memory, 160 or 192 columns in two tiles",
-        lambda c: (c.is_hopper or c.gpu.has_mma) and c.gpu.smem_per_block_bytes > 100 * KIB and c.width in (160, 192),
+        lambda c: (c.is_hopper or c.gpu.has_mma) and c.gpu.has_163_kib and c.width in (160, 192),
         (Config(128, 64, 8, 3),),
         "the config for 256 columns takes 1.14 times as long full on Hopper, and 1.19 and 1.27 " + IN_CODE_OF_MMA,
         TWO_TILES,
@@ -385,7 +385,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     *by_width(
         "16 bits, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.gpu.has_mma and c.gpu.smem_per_block_bytes > 100 * KIB,
+        lambda c: c.gpu.has_mma and c.gpu.has_163_kib,
         (Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 32, 4, 2)),
         "the former tiles take 1.26, 1.65 and 1.60 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS,
@@ -424,7 +424,7 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
     Rule("a mask or bias, AMD RDNA", lambda c: c.is_rdna, (lambda config, _: Config(32, 16, 4, 1),), NOT_MEASURED),
     *by_width(
         "a mask or bias, 16 bits, NVIDIA with mma and 163 KiB of shared memory",
-        lambda c: c.gpu.has_mma and c.is_16_bit and c.gpu.smem_per_block_bytes > 100 * KIB,
+        lambda c: c.gpu.has_mma and c.is_16_bit and c.gpu.has_163_kib,
         (
             lambda config, _: Config(128, 32, 4, 3),
             lambda config, _: Config(128, 16, 4, 3),

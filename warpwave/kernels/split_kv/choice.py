@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from warpwave.gpu import KIB, Gpu, reads_shared_memory
+from warpwave.gpu import Gpu, reads_shared_memory
 from warpwave.kernels import rules
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.rules import IN_CODE_OF_MMA, NOT_MEASURED, Rule
@@ -132,7 +132,7 @@ class Kind:
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
         self.is_rdna, self.is_hopper = gpu.is_rdna, gpu.vendor == "nvidia" and gpu.capability == 90
-        self.has_mma, self.has_99_kib = gpu.has_mma, gpu.smem_per_block_bytes <= 100 * KIB
+        self.has_mma, self.has_163_kib = gpu.has_mma, gpu.has_163_kib
         self.has_token_factors = problem.kv_factors == "token"
         self.is_of_8_bits = problem.dtype_kv is not None and gpu.vendor == "nvidia"
         self.reads_shared_memory = reads_shared_memory(gpu, block_m)  # which leaves registers free
@@ -212,7 +212,7 @@ TILES: tuple[Rule[Tile], ...] = (
     ),
     *rules.by_width(
         "more than 32 rows, NVIDIA with mma and 163 KiB of shared memory, no mask or bias",
-        lambda c: c.block_m == 64 and c.has_mma and not c.has_99_kib and not c.is_masked,
+        lambda c: c.block_m == 64 and c.has_mma and c.has_163_kib and not c.is_masked,
         (Tile(64, 64, 3), Tile(64, 64, 2), Tile(64, 16, 4)),
         "the former tiles, with two stages and 32 keys above 64 columns, take 1.23, 1.12 to 1.56 and 1.25 times as "
         "long (one, six and one calls, 8-bit keys at 128 alone), " + IN_CODE_OF_MMA,
@@ -268,7 +268,7 @@ RULES_OF_TILES: tuple[Rule[Change], ...] = (
     Rule(
         "NVIDIA with mma and 99 KiB of shared memory, at most 32 rows, with 8-bit numbers 16, head_dim 65 to 128: two "
         "stages",
-        lambda c: c.has_mma and c.has_99_kib and c.block_m <= (16 if c.is_of_8_bits else 32) and c.bucket == 1,
+        lambda c: c.has_mma and not c.has_163_kib and c.block_m <= (16 if c.is_of_8_bits else 32) and c.bucket == 1,
         (lambda config, _: replace(config, num_stages=min(2, config.num_stages)),),
         "two blocks share an SM: three stages take 0.95 to 1.35 times as long (ten calls, 1.12 in the mean), with "
         "8-bit numbers 1.08 and 1.12, and on 32 rows of 8-bit numbers 0.88, " + IN_CODE_OF_MMA,
