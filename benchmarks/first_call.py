@@ -1,10 +1,11 @@
 """The time of a process's first call on a GPU, with an empty and with a filled cache of compiled kernels.
 
-    python -m benchmarks.first_call OUT.json [--repeats 3]
+    python -m benchmarks.first_call OUT.json [--repeats 3] [--filled 1] [--calls causal decode] [--other FOLDER]
 
 Each measurement is a fresh process that imports torch, starts CUDA, imports warpwave, and makes a call twice. Its
 figures are the seconds of `import torch`, of the start of CUDA, of `import warpwave`, and of the first and the second
-call with the device's work. A process with an empty cache compiles; the next ones find its files.
+call with the device's work. A process with an empty cache compiles; the next ones find its files. With `--other`,
+processes of this tree and of another one take turns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +59,11 @@ CALLS = {
 }  # fmt: skip
 
 
-def measured(call: dict[str, str], cache: Path) -> dict[str, Any]:
+def measured(call: dict[str, str], cache: Path, tree: Path) -> dict[str, Any]:
     """Returns the figures of one process."""
-    variables = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, "-c", PREPARE.format(**call)], env=variables, capture_output=True, text=True)
+    variables = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-c", PREPARE.format(**call)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     found: dict[str, Any] = json.loads(done.stdout)
@@ -70,16 +74,25 @@ def main() -> None:
     """Measures the calls and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--repeats", type=int, default=3, help="caches that are filled, and processes after each")
+    parser.add_argument("--repeats", type=int, default=3, help="caches that are filled")
+    parser.add_argument("--filled", type=int, default=1, help="processes of a tree with each filled cache")
+    parser.add_argument("--calls", nargs="+", default=[*CALLS], choices=[*CALLS])
+    parser.add_argument("--other", type=Path, help="another tree of the package")
     given = parser.parse_args()
-    rows = []
-    for name, call in CALLS.items():
-        for _ in range(given.repeats):
-            with tempfile.TemporaryDirectory() as cache:
-                rows.append({"call": name, "cache": "empty", **measured(call, Path(cache))})
-                rows.append({"call": name, "cache": "filled", **measured(call, Path(cache))})
-            for row in rows[-2:]:
-                print(json.dumps(row), flush=True)
+    trees = {"this": Path(__file__).parents[1]} | ({} if given.other is None else {"other": given.other.resolve()})
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, cached: str, cache: Path, tree: str) -> None:
+        figures = measured(CALLS[name], cache, trees[tree])
+        rows.append({"call": name, "cache": cached, **({"tree": tree} if given.other else {}), **figures})
+        print(json.dumps(rows[-1]), flush=True)
+
+    for name, _ in product(given.calls, range(given.repeats)):
+        with ExitStack() as stack:
+            caches = {tree: Path(stack.enter_context(tempfile.TemporaryDirectory())) for tree in trees}
+            for cached in ("empty", *["filled"] * given.filled):
+                for tree, cache in caches.items():
+                    add(name, cached, cache, tree)
     given.out.write_text(json.dumps({"environment": environment.describe("cuda"), "rows": rows}, indent=1) + "\n")
 
 

@@ -25,7 +25,8 @@ from warpwave.checks import (
 )
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import append_kv, descales, split_kv
+from warpwave.kernels import descales
+from warpwave.kernels.family import Family
 from warpwave.kv_cache import (
     CacheLayer,
     PagedKVCache,
@@ -38,6 +39,8 @@ from warpwave.kv_cache import (
 )
 from warpwave.options import Options
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
+
+append_kv, split_kv = Family("append_kv"), dispatch.split_kv
 
 
 class Serving(NamedTuple):

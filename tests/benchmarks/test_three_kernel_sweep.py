@@ -76,6 +76,6 @@ def test_a_small_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert sweep.main(["--seqlen", "256", "--rounds", "3", "--out", str(tmp_path / "sweep.jsonl")]) == 0
     about, *lines = map(json.loads, (tmp_path / "sweep.jsonl").read_text().splitlines())
     assert about["kind"] == "environment" and len(lines) == 3 * 4 + 1
-    assert "cannot be said in Triton" in capsys.readouterr().out
+    assert "not possible in Triton" in capsys.readouterr().out
     for line in lines:
         assert "refusal" in line or line["us"]["whole"] > 0

@@ -229,9 +229,15 @@ def _kept(views: _Views, tile: _Tile, problem: AttentionProblem) -> torch.Tensor
     return kept.unflatten(1, views.groups)
 
 
-def _dropped(t: torch.Tensor, kept: torch.Tensor | None, problem: AttentionProblem) -> torch.Tensor:
-    """Returns probabilities, or their gradient, with the pairs that are not kept 0 and the others scaled."""
-    return t if kept is None else torch.where(kept, t * dropout.scale(problem.dropout_p), 0.0)
+def _dropped(t: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+    """Returns probabilities, or their gradient, with the pairs that are not kept 0, and not scaled: a probability near
+    1 would be rounded to 16 bits more coarsely after scaling than before."""
+    return t if kept is None else torch.where(kept, t, 0.0)
+
+
+def _scaled(t: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """Returns a product of dropped probabilities, or their gradient, with dropout's scale."""
+    return t * dropout.scale(problem.dropout_p) if problem.dropout_p else t
 
 
 def _wide(problem: AttentionProblem) -> torch.dtype:
@@ -291,7 +297,7 @@ def _attend(
         alpha = torch.exp(m - shift)
         total = total * alpha + p.sum(-1)
         v = _without_unseen(views.v, tile, scores, problem)
-        p = _dropped(p, _kept(views, tile, problem), problem)
+        p = _dropped(p, _kept(views, tile, problem))
         acc = acc * alpha[..., None] + product(_operand(p, v), v)
         m = m_new
     if views.sinks is not None:
@@ -302,7 +308,7 @@ def _attend(
         alpha = torch.exp(m - shift)
         acc, total, m = acc * alpha[..., None], total * alpha + torch.exp(views.sinks - shift), m_new
     unseen = total == 0
-    out = acc / torch.where(unseen, 1.0, total)[..., None]
+    out = _scaled(acc, problem) / torch.where(unseen, 1.0, total)[..., None]
     return out.to(q.dtype), torch.where(unseen, NEG_INF, m + torch.log(total))
 
 
@@ -384,10 +390,10 @@ def _attend_backward(
             _without_blind(t, tile, scores, problem).flatten(2, 3) for t in (views.q[..., block, :], dout)
         )
         if grads.v is not None:
-            p_of_v = _operand(_dropped(p, kept, problem), dout)
-            grads.v[..., tile.keys, :] += product(p_of_v.flatten(2, 3).transpose(-1, -2), dout_heads)
+            p_of_v = _operand(_dropped(p, kept), dout).flatten(2, 3)
+            grads.v[..., tile.keys, :] += _scaled(product(p_of_v.transpose(-1, -2), dout_heads), problem)
         dp = product(dout_heads, views.v[..., tile.keys, :].transpose(-1, -2)).unflatten(2, p.shape[2:4])
-        dp = _dropped(dp, kept, problem)
+        dp = _scaled(_dropped(dp, kept), problem)
         ds = torch.where(scores == NEG_INF, 0.0, p * (dp - delta[..., None]))
         if grads.bias is not None:
             part = tile.of(grads.bias)
