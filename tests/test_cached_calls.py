@@ -18,9 +18,12 @@ from warpwave import (
     Rotary,
     UnsupportedProblem,
     attention_with_kv_cache,
+    cached_calls,
+    dispatch,
     plans,
     warmup,
 )
+from warpwave.gpu import Gpu
 from warpwave.kernels import append_kv
 from warpwave.kernels.paging import offsets_within
 from warpwave.kv_cache import new_tokens
@@ -278,11 +281,33 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
     assert warmup([], DEVICE) == 0
     with pytest.raises(InvalidInput, match="workers is 0; it must be at least 1"):
         warmup(problems, DEVICE, workers=0)
+    with pytest.raises(TypeError, match=r"workers is 1\.5"):
+        warmup(problems, DEVICE, workers=1.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="num_warps is none of them"):
         warmup(problems, DEVICE, num_warps=3)
     with pytest.raises(UnsupportedProblem):
         wide = replace(problems[1], head_dim=300)
         warmup([wide], DEVICE, kernel="split_kv")
+
+
+def test_warmup_compiles_what_a_call_with_gradients_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = AttentionProblem(
+        batch=2, seqlen_q=64, seqlen_k=64, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16",
+        softmax_scale=0.25, requires_grad=True,
+    )  # fmt: skip
+    bound: list[tuple[str, AttentionProblem]] = []
+    for family in (*dispatch.KERNELS, *dispatch.GRADIENT_KERNELS):
+        name = family.NAME
+
+        def bind(problem: AttentionProblem, *rest: Any, name: str = name) -> None:
+            bound.append((name, problem))
+
+        monkeypatch.setitem(vars(family), "bind", bind)
+    monkeypatch.setattr(cached_calls, "current_gpu", lambda device: Gpu.for_arch("sm_90"))
+    assert warmup([problem], "cpu") == 1
+    forward, gradients = dispatch.forward_of(problem, Gpu.for_arch("sm_90"))
+    assert bound == [(dispatch.choose(forward, Gpu.for_arch("sm_90")).kernel.NAME, forward), (gradients, forward)]
+    assert gradients == "hopper/flash_bwd" and forward.return_lse
 
 
 def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:

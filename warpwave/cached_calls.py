@@ -37,7 +37,7 @@ from warpwave.kv_cache import (
     integers,
     new_tokens,
 )
-from warpwave.options import Options
+from warpwave.options import Options, as_int
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
 
 append_kv, split_kv = Family("append_kv"), dispatch.split_kv
@@ -404,8 +404,9 @@ def warmup(
 
     Args:
         problems: problems of dense, packed or cached calls. Tensors are assumed contiguous; K and V of a cached problem
-            are in a pool as `PagedKVCache` makes it, and its call names its rows.
-        device: device of the calls.
+            are in a pool as `PagedKVCache` makes it, and its call names its rows. With `requires_grad`, gradients of
+            q, k, v and sinks are compiled too.
+        device: device of the calls; without a number, the current one.
         workers: threads that compile. LLVM and ptxas, which take most of the time, release Python's lock. Each thread
             allocates the tensors of one problem at a time.
         options: `kernel`, `config`, and for cached problems `num_splits`, with the calls' values.
@@ -420,24 +421,31 @@ def warmup(
     unknown = options.keys() - {"kernel", "config", "num_splits"}
     if unknown:
         raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")
-    if workers < 1:
+    if as_int("workers", workers) < 1:
         raise InvalidInput(f"workers is {workers}; it must be at least 1")
     device = torch.device(device)
+    if device == torch.device("cuda"):  # threads begin with device 0
+        device = torch.device("cuda", torch.cuda.current_device())
     kernel, config = options.get("kernel", "auto"), options.get("config")
-    chosen = []
+    gpu, chosen = current_gpu(device), []
     for problem in problems:
         check_problem(problem)
-        gpu = current_gpu(device)
         serving = Serving(options.get("num_splits"), problem.batch_invariant)
+        forward, _ = dispatch.forward_of(problem, gpu, kernel)
         if problem.page_size:
             choice = choose(problem, gpu, serving, kernel, config)
         else:
-            choice = dispatch.choose(problem, gpu, kernel, config)
+            choice = dispatch.choose(forward, gpu, kernel, config)
         if problem.rows and problem.batch:
-            chosen.append((problem, choice))
+            chosen.append((problem, forward, choice))
 
-    def compile_for(problem: AttentionProblem, choice: dispatch.Choice) -> None:
-        choice.kernel.bind(problem, blank_operands(problem, device), choice.config)
+    def compile_for(problem: AttentionProblem, forward: AttentionProblem, choice: dispatch.Choice) -> None:
+        operands = blank_operands(problem, device)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            choice.kernel.bind(forward, operands, choice.config)
+            if problem.requires_grad and not problem.page_size:
+                wanted = (True, True, True, False, False, problem.has_sinks)
+                autograd.bind_gradients(problem, gpu, operands, wanted, kernel)
 
     with ThreadPoolExecutor(workers) as pool:
         return sum(1 for _ in pool.map(compile_for, *zip(*chosen, strict=True)))

@@ -143,14 +143,15 @@ def _fields_of_all_calls(
     operands: AnyOperands | CachedOperands, options: Options, size: dict[str, int]
 ) -> dict[str, Any]:
     """Checks the numbers among the options and returns the fields of the problem that calls of all kinds have."""
-    scale = resolve_scale(options.softmax_scale, size["head_dim"])
-    _check_scalars(options, scale)
+    scale, window = resolve_scale(options.softmax_scale, size["head_dim"]), (options.window_left, options.window_right)
+    dropout.check_probability(options.dropout_p)
+    _check_scalars(scale, options.softcap, window)
     return {
         **{name: size[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
         "dtype": NAMES[operands.q.dtype],
         "softmax_scale": scale,
         "causal": Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]
-        "window_size": (options.window_left, options.window_right),
+        "window_size": window,
         "alibi_shape": None if operands.alibi_slopes is None else tuple(operands.alibi_slopes.shape),
         "softcap": options.softcap,
         "has_sinks": operands.sinks is not None,
@@ -395,8 +396,8 @@ def check_out(
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and stride < extent:
             raise InvalidInput(
-                f"out has shape {tuple(out.shape)} and strides {out.stride()}, with which elements share memory; pass "
-                "a tensor that was not expanded"
+                f"out has shape {tuple(out.shape)} and strides {out.stride()}, with which elements may share "
+                "memory; a larger stride must skip all axes of smaller ones"
             )
         extent += (size - 1) * stride
 
@@ -444,21 +445,57 @@ def check_problem(problem: AttentionProblem) -> None:
     """Raises InvalidInput or InvalidType if no call can have a problem that a user wrote."""
     if not isinstance(problem, AttentionProblem):
         raise InvalidType(f"problem is a {type(problem).__name__}; it must be an AttentionProblem")
-    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v"):
+    sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
+    for name in (*sizes, "total_q", "total_k", "page_size"):
         size = getattr(problem, name)
         if not isinstance(size, int) or size < 0:
             raise InvalidInput(f"{name} is {size!r}; it must be a whole number, not negative")
+    for name, number in (("softmax_scale", problem.softmax_scale), ("softcap", problem.softcap)):
+        if not isinstance(number, int | float):
+            raise InvalidType(f"{name} is {number!r}; it must be a number")
+    window = problem.window_size
+    if not (isinstance(window, tuple) and len(window) == 2 and all(isinstance(side, int) for side in window)):
+        raise InvalidType(f"window_size is {window!r}; in a problem it must be two whole numbers (left, right)")
     known = (DTYPE_NAMES if problem.page_size else NAMES).values()
     if problem.dtype not in known:
         raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(known)}")
     if problem.precision not in PRECISIONS:
         raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
+    budget = problem.error_budget
+    if budget is not None and not (0 < budget < 1 and problem.dtype == "float32" and problem.precision == "default"):
+        raise InvalidInput(
+            f"error_budget is {budget!r}, dtype {problem.dtype} and precision {problem.precision!r}; a budget is "
+            "between 0 and 1, of float32 inputs, instead of a named precision"
+        )
     dropout.check_problem(problem)
     descales.check_problem(problem)
     cache_descales.check_problem(problem)
     if not (problem.causal is None or isinstance(problem.causal, Causal)):
         raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
     _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
+    _check_scalars(problem.softmax_scale, problem.softcap, window)
+    _check_shapes(problem)
+
+
+def _check_shapes(problem: AttentionProblem) -> None:
+    """Checks the shapes that a problem states of its mask, bias and slopes, and the dtype of the bias."""
+    p = problem
+    scores = (p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k)
+    for name in ("mask_shape", "bias_shape"):
+        shape = getattr(p, name)
+        if shape is None:
+            continue
+        if p.packed or p.page_size:
+            raise InvalidInput(f"{name} is {shape}; packed calls and calls on a paged cache have no mask and no bias")
+        if len(shape) != 4 or any(size not in (1, whole) for size, whole in zip(shape, scores, strict=True)):
+            raise InvalidInput(f"{name} is {shape}; it must be {scores}, and any axis may be 1")
+    if p.alibi_shape not in (None, (p.num_heads_q,), (p.batch, p.num_heads_q)):
+        raise InvalidInput(
+            f"alibi_shape is {p.alibi_shape}; it must be {(p.num_heads_q,)} or {(p.batch, p.num_heads_q)}, or None"
+        )
+    of_bias = ("float16", "bfloat16", "float32") if p.is_quantized else (p.dtype, "float32")
+    if p.bias_dtype not in (None, *of_bias):
+        raise InvalidInput(f"bias_dtype is {p.bias_dtype!r}; it must be {' or '.join(of_bias)}")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -538,20 +575,16 @@ def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v:
             raise InvalidInput(f"{name} has head_dim 0; it must be at least 1")
 
 
-def _check_scalars(options: Options, scale: float) -> None:
-    dropout.check_probability(options.dropout_p)
+def _check_scalars(scale: float, softcap: float, window: tuple[int, int]) -> None:
     if not 0 <= scale <= LARGEST:
         raise InvalidInput(
             f"softmax_scale is {scale}; it must be finite, and not negative in a problem (the calls negate q: the "
             "maximum of products times a negative scale is no maximum)"
         )
-    if not 0 <= options.softcap <= LARGEST:
-        raise InvalidInput(f"softcap is {options.softcap}; it must be finite and not negative, 0 for none")
-    if options.window_left < -1 or options.window_right < -1:
-        raise InvalidInput(
-            f"window_size is ({options.window_left}, {options.window_right}); each side must be at least -1 "
-            "(-1 is unlimited)"
-        )
+    if not 0 <= softcap <= LARGEST:
+        raise InvalidInput(f"softcap is {softcap}; it must be finite and not negative, 0 for none")
+    if min(window) < -1:
+        raise InvalidInput(f"window_size is {window}; each side must be at least -1 (-1 is unlimited)")
 
 
 def _precision(options: Options, dtype: torch.dtype) -> dict[str, Any]:

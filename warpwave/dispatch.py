@@ -261,12 +261,14 @@ def reads_results(problem: AttentionProblem, gpu: Gpu, kernel: str) -> bool:
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
     """Returns the problem of a call's forward, and the name of the kernel of its gradients: "" for eager's.
 
-    If a kernel computes the gradients, the forward runs on the fastest kernel for a call without gradients.
+    If a kernel computes the gradients, the forward runs on the fastest kernel for a call without gradients. It returns
+    the log-sum-exp if the call does or the gradients may read it.
     """
     able = gradient_kernels(problem, gpu, kernel) if problem.requires_grad else []
     if not able:
         return problem, ""
-    return replace(problem, requires_grad=False, return_lse=True), able[0].NAME
+    return_lse = problem.return_lse or reads_results(problem, gpu, kernel)
+    return replace(problem, requires_grad=False, return_lse=return_lse), able[0].NAME
 
 
 def _nearest(problem: AttentionProblem, gpu: Gpu) -> str:

@@ -311,11 +311,9 @@ class Planner:
         if out is not None:
             check_out(out, operands, self.options.needs_grad, whole.dtype_of_out if whole.is_quantized else None)
         if whole.requires_grad:
-            problem, others = dispatch.forward_of(whole, gpu, kernel)
-            # The operator returns lse with every gradient. Eager calls need it if it is requested or read by the
-            # gradients.
-            if others and not self.dispatched and not dispatch.reads_results(whole, gpu, kernel):
-                problem = replace(problem, return_lse=self.options.return_lse)
+            problem, _ = dispatch.forward_of(whole, gpu, kernel)
+            if self.dispatched and not problem.requires_grad:  # the operator returns lse with every gradient
+                problem = replace(problem, return_lse=True)
         choice = self.choose(problem)
         if kernel == "auto" and not choice.kernel.NEEDS_GPU:
             tell_once(problem, gpu, choice.kernel.NAME, self.portable)

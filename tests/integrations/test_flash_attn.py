@@ -429,6 +429,11 @@ def test_a_table_of_rotations_follows_its_changes() -> None:
     assert flash_attn._in_float32(table) is first
     table += 1
     assert torch.equal(flash_attn._in_float32(table), table.float())
+    with torch.inference_mode():  # whose tensors do not count their changes
+        table = torch.rand(4, 2, dtype=torch.bfloat16)
+        flash_attn._in_float32(table)
+        table += 1
+        assert torch.equal(flash_attn._in_float32(table), table.float())
 
 
 def test_pages_of_a_contiguous_cache_are_views() -> None:
@@ -441,6 +446,28 @@ def test_pages_of_a_contiguous_cache_are_views() -> None:
         caches.contiguous(k, v.transpose(1, 2).contiguous().transpose(1, 2))
     with pytest.raises(warpwave.InvalidInput, match="must hold a row and a token"):
         caches.contiguous(k[:, :0], v[:, :0])
+    for other in (v[:, :32], v[:2], v[:, :, :1]):
+        with pytest.raises(warpwave.InvalidInput, match="the same rows, length and heads"):
+            caches.contiguous(k, other)
+    with pytest.raises(warpwave.InvalidInput, match="tokens must not share memory"):
+        caches.contiguous(k[:, :1].expand(-1, 48, -1, -1), v)
+
+
+@pytest.mark.parametrize("used", [5, 62, 63, 64])
+def test_new_tokens_beyond_the_cache_are_not_written(used: int) -> None:
+    """Three new tokens and one query: `_append`."""
+    k_cache, v_cache = torch.zeros(2, 2, 64, 2, 16)
+    before = torch.randn_like(k_cache), torch.randn_like(v_cache)
+    k_cache.copy_(before[0]), v_cache.copy_(before[1])
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 3, 2, 16)
+    lengths = torch.tensor([used, 7], dtype=torch.int32)
+    flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+    fitting = min(3, 64 - used)
+    for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
+        expected = old.clone()
+        expected[0, used : used + fitting] = new[0, :fitting]
+        expected[1, 7:10] = new[1]
+        assert torch.equal(cache, expected)
 
 
 def test_rows_that_share_one_cache() -> None:

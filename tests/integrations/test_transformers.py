@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'warpwave[integrations]'")
 

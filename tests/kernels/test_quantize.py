@@ -10,6 +10,7 @@ import torch
 
 from warpwave import InvalidInput, InvalidType, Quantized, quantize
 from warpwave.gpu import Gpu, current_gpu
+from warpwave.kernels import quantize as quantize_module
 from warpwave.kernels import reasons
 from warpwave.kernels.quantize_tensor import (
     LARGEST,
@@ -72,6 +73,21 @@ def test_float8_on_a_gpu_without_it_is_rounded_by_torch(dtype: torch.dtype) -> N
     with_float8 = {arch: has_launch(source, Gpu.for_arch(arch)) for arch in ("sm_89", "sm_90", "gfx942", "gfx950")}
     without = {arch: has_launch(source, Gpu.for_arch(arch)) for arch in ("sm_80", "sm_86", "gfx90a", "gfx1100")}
     assert all(with_float8.values()) and set(without.values()) == {dtype == torch.int8}
+
+
+def test_lazily_negated_tensors_and_strided_offsets_are_straightened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch reads memory as it is."""
+    monkeypatch.setattr(quantize_module, "quantized", by_triton)
+    q, k, v = (x[0] for x in qkv(torch.bfloat16))
+    offsets = torch.tensor([[0, 9], [70, 9], [150, 9]], dtype=torch.int32, device=DEVICE)[:, 0]
+    options: dict[str, Any] = {"dtype": torch.int8, "granularity": "head", "max_seqlen_q": 80, "max_seqlen_k": 80}
+    straight = offsets.contiguous()
+    expected = quantize(-q, -k, -v, cu_seqlens_q=straight, cu_seqlens_k=straight, **options)
+    lazy = [torch._neg_view(x) for x in (q, k, v)]
+    found = quantize(*lazy, cu_seqlens_q=offsets, cu_seqlens_k=offsets, **options)
+    for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale"):
+        ours, wanted = getattr(found, name), getattr(expected, name)
+        assert ours is wanted or torch.equal(ours, wanted), name
 
 
 def test_a_factor_is_the_largest_magnitude_of_its_block() -> None:

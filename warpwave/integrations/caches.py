@@ -30,6 +30,15 @@ def contiguous(
     rows, length = k_cache.shape[:2]
     if 0 in (rows, length):
         raise InvalidInput(f"the cache has shape {tuple(k_cache.shape)}; it must hold a row and a token")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise InvalidInput(
+            f"v_cache has shape {tuple(v_cache.shape)} and k_cache {tuple(k_cache.shape)}; they must have the same "
+            "rows, length and heads"
+        )
+    if length > 1 and 0 in (k_cache.stride(1), v_cache.stride(1)):
+        raise InvalidInput(
+            f"k_cache and v_cache have strides {k_cache.stride()} and {v_cache.stride()}; tokens must not share memory"
+        )
     size = page_size or (length & -length)
     count = length // size
     # Number of pages from one row to the next: in memory ordered by head, the pages of other heads are in between.

@@ -213,31 +213,38 @@ def _check_cache(
 def _append(
     k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, at: torch.Tensor, k: torch.Tensor, v: Any
 ) -> None:
-    """Writes new tokens, fewer or more than there are queries, after the first `at` tokens of each sequence."""
-    positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
+    """Writes new tokens, fewer or more than there are queries, after the first `at` tokens of each sequence. Tokens
+    beyond the cache are not written."""
     size = k_pages.shape[1]
-    pages = table.gather(1, (positions // size).clamp(max=table.shape[1] - 1)).long()
-    k_pages[pages, positions % size] = k
-    v_pages[pages, positions % size] = v
+    last = table.shape[1] * size - 1
+    positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
+    # A token beyond the cache is written as the sequence's first new token once more, to the same cell; if this is
+    # beyond too, the last cell keeps its value. A boolean index would wait for the device.
+    first = positions[:, :1].clamp(max=last)
+    beyond, all_beyond = positions > last, (positions[:, :1] > last)[..., None, None]
+    positions = torch.where(beyond, first, positions)
+    pages, cells = table.gather(1, positions // size).long(), positions % size
+    for pool, new in ((k_pages, k), (v_pages, v)):
+        same = torch.where(all_beyond, pool[pages[:, :1], cells[:, :1]], new[:, :1].to(pool.dtype))
+        pool[pages, cells] = torch.where(beyond[..., None, None], same, new.to(pool.dtype))
 
 
 _float32 = WeakTensorKeyDictionary()  # table of rotations -> (its version, the same in float32)
 
 
 def _in_float32(table: torch.Tensor) -> torch.Tensor:
-    """Returns a table of rotations as float32, which is kept as long as the table is unchanged."""
+    """Returns a table of rotations as float32, which is kept as long as the table is unchanged. Tensors made in
+    inference mode do not count their changes, so of these nothing is kept."""
     if table.dtype == torch.float32:
         return table
+    if table.is_inference():
+        return table.float()
     version, found = _float32.get(table, (None, None))
-    if found is None or version != _version(table):
+    if found is None or version != table._version:
         found = table.float()
         if table.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _float32[table] = (_version(table), found)
+            _float32[table] = (table._version, found)
     return found
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 # FlashAttention-2 -----------------------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def register(name: str = "warpwave") -> Registration:
     """Registers the attention function and the mask function for `attn_implementation=name`.
 
     Args:
-        name: without "flash", which transformers takes for a package, and without "/", which it takes for a hub kernel.
+        name: without "flash", which transformers takes for a package, and without "/" and "|", which it takes for a hub
+            kernel; nor one of transformers' own, "eager" and "sdpa".
 
     Returns:
         A `Registration`, whose `remove()` undoes it.
@@ -91,7 +92,10 @@ def register(name: str = "warpwave") -> Registration:
         ImportError: transformers is missing, or is older than 5.17 or newer than 5.
     """
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
-        raise InvalidInput(f"name is {name!r}; names with 'flash', '/' or '|' have another meaning in transformers")
+        raise InvalidInput(
+            f"name is {name!r}; it must not be empty, 'eager' or 'sdpa', and have no 'flash', '/' or '|', which have "
+            "another meaning in transformers"
+        )
     interfaces = _interfaces()
     with _registering:
         count, before = _registered.get(name, (0, [(interface, interface().get(name)) for interface in interfaces]))

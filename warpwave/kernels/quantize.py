@@ -136,6 +136,8 @@ def quantize(
     if rotate and rotation_block(q.shape[-1]) == 1:
         raise InvalidInput(f"rotate is True and head_dim is {q.shape[-1]}; it mixes a power of two of channels")
     with torch.no_grad():
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
+        offset_q, offset_k = (None if t is None else t.contiguous() for t in offsets)
         mean = _mean_of_keys(k) if smooth_k else None
         shifted = rotated(mean) if mean is not None and rotate else mean
         saturated = torch.zeros(3, dtype=torch.int64, device=q.device)
@@ -148,7 +150,7 @@ def quantize(
                 continue
             source = Source(
                 x.detach(), to, granularity, shifted if i == 1 else None, rotate and i < 2, percentile,
-                offsets[min(i, 1)], longest[i],
+                offset_k if i else offset_q, longest[i],
             )  # fmt: skip
             found.append(quantized(source, saturated[i : i + 1]))
             reads = 1 if source.is_block else 2

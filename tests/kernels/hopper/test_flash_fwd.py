@@ -492,6 +492,14 @@ def test_every_row_of_the_tables_has_a_record(rules: Any) -> None:
     assert len({rule.where for rule in rules}) == len(rules)
 
 
+def test_keys_behind_the_last_query_do_not_change_the_tile() -> None:
+    """With a causal mask aligned to the first key, no query sees them."""
+    square = replace(
+        PROBLEM, batch=16, head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, causal=Causal("top_left")
+    )
+    assert choice.default(square, H200) == choice.default(replace(square, seqlen_k=65536), H200)
+
+
 def test_explain_prints_the_row_that_decided() -> None:
     problem = replace(PROBLEM, batch=16, head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, causal=Causal())
     config = choice.default(problem, H200)

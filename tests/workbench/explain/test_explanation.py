@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,39 @@ def test_a_problem_needs_no_tensors_and_no_gpu(arch: str) -> None:
     said = warpwave.explain(PLAIN, gpu=Gpu.for_arch(arch), kernel="flash_fwd")
     assert said.kernel == "flash_fwd"
     assert said.cost is not None and said.cost.flops == PLAIN.flops, "every tile is whole: no padding"
+
+
+def test_a_gpu_may_be_given_by_its_name() -> None:
+    assert str(warpwave.explain(PLAIN, gpu="h200")) == str(warpwave.explain(PLAIN, gpu=resolve("h200")))
+    with pytest.raises(warpwave.InvalidInput, match="GPU 'h201' is not known"):
+        warpwave.explain(PLAIN, gpu="h201")
+    with pytest.raises(warpwave.InvalidType, match="gpu is a int"):
+        warpwave.explain(PLAIN, gpu=90)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"softmax_scale": math.nan}, "softmax_scale is nan"),
+        ({"softmax_scale": "1"}, "softmax_scale is '1'"),
+        ({"softcap": -1.0}, r"softcap is -1\.0"),
+        ({"window_size": (-5, 3)}, r"window_size is \(-5, 3\)"),
+        ({"window_size": 3}, "window_size is 3"),
+        ({"mask_shape": (7, 7, 7, 7)}, "mask_shape is"),
+        ({"bias_shape": (1, 1)}, "bias_shape is"),
+        ({"mask_shape": (1, 1, 1, 1), "packed": True}, "packed calls"),
+        ({"alibi_shape": (5,)}, "alibi_shape is"),
+        ({"bias_dtype": "int8"}, "bias_dtype is 'int8'"),
+        ({"error_budget": 5.0}, "error_budget is 5.0"),
+        ({"packed": True, "total_q": -3}, "total_q is -3"),
+    ],
+)
+def test_problems_that_no_call_can_have(changes: dict[str, Any], text: str) -> None:
+    problem = replace(PLAIN, **changes)
+    with pytest.raises((warpwave.InvalidInput, warpwave.InvalidType), match=text):
+        warpwave.explain(problem, gpu="h200")
+    with pytest.raises((warpwave.InvalidInput, warpwave.InvalidType), match=text):
+        warpwave.warmup([problem], "cpu")
 
 
 def test_wrong_arguments_raise_as_the_call_does() -> None:

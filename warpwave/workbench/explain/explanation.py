@@ -182,7 +182,7 @@ def explain(
     kernel: str = "auto",
     config: Any = None,
     return_lse: bool = False,
-    gpu: Gpu | None = None,
+    gpu: Gpu | str | None = None,
     measured_us: float | None = None,
     record: Path | None = None,
     hot: bool = False,
@@ -197,7 +197,8 @@ def explain(
         q: the call's first tensor, followed by the other arguments of `attention` or `attention_varlen`; or an
             `AttentionProblem`, which needs no tensors. Boolean masks and packed offsets are read to count pairs
             exactly, which waits for the device.
-        gpu: the device to explain for. None: the device of the tensors; for a problem, this machine's.
+        gpu: the device to explain for, or its name, as `warpwave explain --gpu` takes it. None: the device of the
+            tensors; for a problem, this machine's.
         measured_us: device time of the call, to be split into losses.
         passes: the passes that `measured_us` is the time of: `"forward"`, `"backward"` or `"both"`. The last two need a
             call with gradients.
@@ -211,6 +212,9 @@ def explain(
         InvalidInput, InvalidType: the call itself would raise it, the measured time is shorter than the bound, or the
             record lacks this call. A call that would raise `UnsupportedProblem` is explained.
     """
+    gpu = _named(gpu) if isinstance(gpu, str) else gpu
+    if not (gpu is None or isinstance(gpu, Gpu)):
+        raise InvalidType(f"gpu is a {type(gpu).__name__}; it must be a Gpu, the name of one, or None")
     mask_band: Band | None = None
     layout: tuple[str, ...] = ()
     copied = 0
@@ -372,6 +376,13 @@ def _losses(
             else "a measured time needs work to be split by, and this call has none"
         )
     return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none)
+
+
+def _named(name: str) -> Gpu:
+    try:
+        return catalog.resolve(name)
+    except ValueError as error:
+        raise InvalidInput(str(error)) from None
 
 
 def _cards_of(gpu: Gpu) -> str:

@@ -155,9 +155,10 @@ class Call:
     @cached_property
     def reach(self) -> int:
         """Returns the largest number of keys that a query sees, by position."""
-        seqlen_k = self.problem.seqlen_k
-        low, high = self.problem.band(self.problem.seqlen_q, seqlen_k)
-        return seqlen_k if low is None or high is None else max(0, min(seqlen_k, high - low + 1))
+        seqlen_q, seqlen_k = self.problem.seqlen_q, self.problem.seqlen_k
+        low, high = self.problem.band(seqlen_q, seqlen_k)
+        upper = seqlen_k if high is None else min(seqlen_k, seqlen_q + high)
+        return max(0, upper if low is None or high is None else min(upper, high - low + 1))
 
     @property
     def sees_few_keys(self) -> bool:

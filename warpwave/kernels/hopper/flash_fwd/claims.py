@@ -28,6 +28,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 MAX_HEAD_DIM_WITH_DROPOUT = 256  # the largest head_dim of hopper/flash_bwd, which drops the same pairs
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
+FEW_QUERIES, FEW_KEYS = 64, 512  # of a call that splitting keys may serve better, as in large_head_dim
 FEWEST_QUERIES = 128  # that share a kv head, to amortize writing a V of 8 bits in float16
 
 
@@ -81,6 +82,18 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             return [
                 f"{shared} queries share a kv head; with fewer than {FEWEST_QUERIES}, writing V in float16 takes as "
                 "long as the attention"
+            ]
+    if (
+        max(problem.head_dim, problem.head_dim_v) > 256
+        and problem.seqlen_q <= FEW_QUERIES
+        and problem.seqlen_k > FEW_KEYS
+    ):
+        rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
+        tiles = -(-rows // 64) * problem.batch * problem.num_heads_kv
+        if tiles <= (gpu.num_sms or NUM_SMS) // (4 if rows <= 16 else 8):
+            return [
+                f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim is 1.2 to 38 x "
+                "as fast, as predicted"
             ]
     if problem.dropout_p and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 4 x 4096 causal, ms, this kernel / flash_fwd (record 2026-11-23-h200-dropout.json): 64 1.57 / 1.42, 128 0.87 /
