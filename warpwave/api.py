@@ -83,8 +83,8 @@ def attention(
             `i + seqlen_k - seqlen_q + right`, both included; -1 is unlimited.
         mask: bool, True = visible, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
         bias: added to the scores, in the dtype of q or float32, broadcastable likewise. -inf hides a pair; a finite
-            bias does not, so a row whose biases are all `finfo.min` gives the mean of its values. Magnitudes above
-            2.35e38 count as 2.35e38.
+            bias does not, so a row whose biases are all `finfo.min` gives the mean of its values. Finite biases
+            are clamped to magnitudes of at most 2.35e38.
         alibi_slopes: float32, (num_heads_q,) or (batch, num_heads_q).
         softcap: 0 or None for none.
         sinks: float32 or the dtype of q, (num_heads_q,): one additional logit per head in the denominator, natural-log

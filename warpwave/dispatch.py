@@ -255,7 +255,11 @@ def gradients_for(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> 
 def reads_results(problem: AttentionProblem, gpu: Gpu, kernel: str) -> bool:
     """Returns whether a gradient kernel that may serve a call reads out and the log-sum-exp of its forward. The first
     one may be another by the time of the backward: it depends on a setting of the process (`flash_bwd.outrun`)."""
-    return any(getattr(module, "READS_RESULTS", True) for module in gradient_kernels(problem, gpu, kernel))
+    return _any_reads_results(gradient_kernels(problem, gpu, kernel))
+
+
+def _any_reads_results(modules: list[Any]) -> bool:
+    return any(getattr(module, "READS_RESULTS", True) for module in modules)
 
 
 def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tuple[AttentionProblem, str]:
@@ -267,7 +271,7 @@ def forward_of(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") -> tup
     able = gradient_kernels(problem, gpu, kernel) if problem.requires_grad else []
     if not able:
         return problem, ""
-    return_lse = problem.return_lse or reads_results(problem, gpu, kernel)
+    return_lse = problem.return_lse or _any_reads_results(able)
     return replace(problem, requires_grad=False, return_lse=return_lse), able[0].NAME
 
 

@@ -198,7 +198,8 @@ class AttentionProblem:
         seqlen_q, seqlen_k: tokens per sequence; for packed calls the longest sequence (`max_seqlen_q`, `max_seqlen_k`).
         num_heads_q, num_heads_kv: query head h reads key/value head `h // (num_heads_q // num_heads_kv)`.
         head_dim, head_dim_v: width of q and k, and of v and out.
-        dtype: `"float16"`, `"bfloat16"` or `"float32"`, of q, k, v and out; or one of `QUANTIZED_DTYPES`, of q and k.
+        dtype: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`, of q, k, v and out; or one of `QUANTIZED_DTYPES`,
+            of q and k.
         causal: a `Causal`, or None.
         window_size: (left, right), keys a query sees before and after its own position, inclusive and aligned to the
             last key; -1 is unlimited.

@@ -158,15 +158,20 @@ def make_mask(
     """Returns the mask of a forward pass, for all layers of a kind; transformers calls it.
 
     Returns:
-        None: `attend`'s is_causal describes the whole mask. (batch, keys), boolean, True = visible: hides keys by
-        padding; `attend` adds causality and window, aligned to
-            the last of these keys. A cache may have more cells.
-        (batch, seqlen), int32: the document of each token.
-        (batch, 1, seqlen_q, keys), boolean: all of the mask.
+        One of:
+
+        - None: `attend`'s is_causal describes the whole mask.
+        - (batch, keys), boolean, True = visible: hides keys by padding. `attend` adds causality and window, aligned to
+          the last of these keys. A cache may have more cells.
+        - (batch, seqlen), int32: the document of each token.
+        - (batch, 1, seqlen_q, keys), boolean: all of the mask.
+
         In graphs that are compiled or exported, where a tensor's shape alone can be read, the last two axes have sizes
         2 + left and 2 + right of a window, -1 for unlimited; the mask is equal along them, and they take no memory:
-        (batch, 1, keys or 0, 2 + left, 2 + right): hides keys by padding, as (batch, keys) above; 0 keys hide nothing.
-        (batch, 1, seqlen_q, keys, 2 + left, 2 + right): all of the mask of packed documents.
+
+        - (batch, 1, keys or 0, 2 + left, 2 + right): hides keys by padding, as (batch, keys) above; 0 keys hide
+          nothing.
+        - (batch, 1, seqlen_q, keys, 2 + left, 2 + right): all of the mask of packed documents.
     """
     if attention_mask is not None and not torch.compiler.is_compiling() and attention_mask in _patterns:
         # `generate` makes the mask of a static cache before the model does, which takes two axes for padding of all

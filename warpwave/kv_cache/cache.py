@@ -59,9 +59,9 @@ class PagedKVCache:
         max_seqlen: tokens of the longest sequence; the table has `ceil(max_seqlen / page_size)` columns.
         dtype: float16, bfloat16 or float32; or float8_e4m3fn or int8, for tokens and queries of 16 bits.
         device: device of the pools and tables.
-        k_descale, v_descale: of an 8-bit cache: float32, positive, (num_heads_kv,) or (num_layers, num_heads_kv), the
-            factors of heads; larger numbers than 448 or 127 factors saturate. None: a factor for each head of each
-            token, computed from its largest magnitude when it is appended.
+        k_descale, v_descale: of an 8-bit cache: float32, positive, (num_heads_kv,) or (num_layers, num_heads_kv), one
+            factor per head; magnitudes above 448 (float8) or 127 (int8) times the factor saturate. None: a factor for
+            each head of each token, computed from its largest magnitude when it is appended.
 
     Attributes:
         layers: one `CacheLayer` per layer, whose tensors never move.

@@ -1,4 +1,4 @@
-"""The parameters of a kernel one by one, also if it takes several as one argument.
+"""Lists a kernel's parameters, and flattens those that are passed as one argument.
 
 A kernel may take several parameters as one argument, a group: a `typing.NamedTuple` of pointers, numbers, compile-time
 constants or further groups. Each field is a parameter of the compiled kernel. A launch keeps the values in three flat

@@ -19,7 +19,7 @@ import torch
 # Allocates (sizes, strides, dtype) on the current CUDA device. torch's compiled code calls the same function.
 empty_strided: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-LARGEST = 32 << 20  # bytes kept for a stream; more is allocated for each call, from torch's cache
+LARGEST = 32 << 20  # bytes kept for a stream and thread; more is allocated for each call, from torch's cache
 Need = tuple[Sequence[int], torch.dtype]  # a shape and its dtype
 Made = TypeVar("Made")
 

@@ -202,9 +202,11 @@ def specify(
     outputs: Outputs,
     config: Config,
 ) -> tuple[launch.Launch, ...]:
-    """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled. Args:
-    results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous. outputs: the tensors to
-    write; gradients are contiguous.
+    """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled.
+
+    Args:
+        results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
+        outputs: the tensors to write; gradients are contiguous.
     """
     out, (dq, dk, dv, dbias, _statistics, of_slopes, of_sinks) = results[0], outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))

@@ -5,7 +5,8 @@ over it. The rows are the queries of all heads that read the kv head, so K and V
 small kernel merges the partial results of the splits in a fixed order (kernels/partials.py).
 
     rows m = query * group + head in group;   S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask
-    split s: keys s * n to (s + 1) * n of those its rows see, n from `choose_splits`
+    split s of S: tiles of keys s, s + S, s + 2 S, ... of those its rows see, S from `choose_splits`; consecutive tiles
+    if a sequence's bits must not depend on the batch
 
 Dao et al., "Flash-Decoding for long-context inference" (2023); pages as in Kwon et al., "Efficient memory management
 for large language model serving with PagedAttention" (2023): a sequence's tokens lie in pages of one pool, which a page

@@ -90,7 +90,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     ):
         rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
         tiles = -(-rows // 64) * problem.batch * problem.num_heads_kv
-        if tiles <= (gpu.num_sms or NUM_SMS) // (4 if rows <= 16 else 8):
+        if tiles < (gpu.num_sms or NUM_SMS) // (4 if rows <= 16 else 8):  # where the time model predicts a gain
             return [
                 f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim is 1.2 to 38 x "
                 "as fast, as predicted"

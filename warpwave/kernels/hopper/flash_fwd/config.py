@@ -22,15 +22,15 @@ class Config:
     """Tile shape and how blocks share an SM.
 
     Args:
-            block_m: rows per block, 64 per consumer warpgroup: 64, 128 or 192. A row is a query of one head.
-            block_n: keys per step: 32, 64 or 128.
-            num_stages: K and V tiles in flight: at least 2; at least 1 if float32 operands have several parts.
-            blocks_per_sm: blocks that share an SM, its registers and its shared memory: 1 to 3; more than 1 requires
-                64 rows per block.
-            narrowest_v: columns of the narrowest piece of a row of V: 16, 32 or 64. With wider ones rows are padded
-                with zeros: 112 is 64 + 32 + 16, or one piece of 128.
-            heads: query heads of a kv head that share a tile (`pack_gqa` of FlashAttention): a power of two up to 64.
-                A tile then holds `block_m / heads` queries of each.
+        block_m: rows per block, 64 per consumer warpgroup: 64, 128 or 192. A row is a query of one head.
+        block_n: keys per step: 32, 64 or 128.
+        num_stages: K and V tiles in flight: at least 2; at least 1 if float32 operands have several parts.
+        blocks_per_sm: blocks that share an SM, its registers and its shared memory: 1 to 3; more than 1 requires
+            64 rows per block.
+        narrowest_v: columns of the narrowest piece of a row of V: 16, 32 or 64. With wider ones rows are padded
+            with zeros: 112 is 64 + 32 + 16, or one piece of 128.
+        heads: query heads of a kv head that share a tile (`pack_gqa` of FlashAttention): a power of two up to 64.
+            A tile then holds `block_m / heads` queries of each.
     """
 
     block_m: int
