@@ -281,6 +281,11 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
     assert warmup([], DEVICE) == 0
     with pytest.raises(InvalidInput, match="workers is 0; it must be at least 1"):
         warmup(problems, DEVICE, workers=0)
+    with pytest.raises(TypeError, match="problems is an AttentionProblem"):
+        warmup(problems[0], DEVICE)  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidInput, match="there is no GPU"):
+            warmup(problems)
     with pytest.raises(TypeError, match=r"workers is 1\.5"):
         warmup(problems, DEVICE, workers=1.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="num_warps is none of them"):

@@ -212,7 +212,13 @@ def test_truncate_and_evict() -> None:
     q = tokens(1, 1, 2, 8)
     attention_with_kv_cache(q, cache, rows=[a], window_size=(0, 0), checked=True)
     with pytest.raises(InvalidInput, match=r"page_table\[0, 0\] is -1"):
-        attention_with_kv_cache(q, cache, rows=[a], checked=True)
+        attention_with_kv_cache(q, cache, rows=cache.index([a]), checked=True)
+    # The host knows what it evicted, and how long a sequence is.
+    for window in (None, (1, 0), (-1, 0)):
+        with pytest.raises(InvalidInput, match="tokens of row 0 before 12 were evicted"):
+            attention_with_kv_cache(q, cache, rows=[a], window_size=window)
+    with pytest.raises(InvalidInput, match="max_seqlen_k is 4 and row 0 has 13 tokens"):
+        attention_with_kv_cache(q, cache, rows=[a], window_size=(0, 0), max_seqlen_k=4)
 
 
 def test_a_fork_of_evicted_tokens_frees_no_page_of_another() -> None:

@@ -133,3 +133,8 @@ def test_bad_input(error: type[Exception], words: str, change: Any) -> None:
     outs, lses, *packed = change(out, lse)
     with pytest.raises(error, match=words):
         merge_states(outs, lses, packed=bool(packed))
+
+
+def test_parts_must_be_sequences() -> None:
+    with pytest.raises(InvalidType, match="outs is a NoneType"):
+        merge_states(None, None)  # type: ignore[arg-type]

@@ -81,11 +81,11 @@ def attention(
             `Causal("top_left")` aligns it to the first, `j <= i`, as torch's `is_causal` does.
         window_size: (left, right): query i sees keys from `i + seqlen_k - seqlen_q - left` to
             `i + seqlen_k - seqlen_q + right`, both included; -1 is unlimited.
-        mask: bool, True = visible, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k).
-        bias: added to the scores, in the dtype of q or float32, broadcastable likewise. -inf hides a pair; a finite
+        mask: bool, True = visible, (batch, num_heads_q, seqlen_q, seqlen_k); any of the four axes may be 1.
+        bias: added to the scores, in the dtype of q or float32, shaped likewise. -inf hides a pair; a finite
             bias does not, so a row whose biases are all `finfo.min` gives the mean of its values. Finite biases
             are clamped to magnitudes of at most 2.35e38.
-        alibi_slopes: float32, (num_heads_q,) or (batch, num_heads_q).
+        alibi_slopes: float32, or float64 with float64 q, (num_heads_q,) or (batch, num_heads_q).
         softcap: 0 or None for none.
         sinks: float32 or the dtype of q, (num_heads_q,): one additional logit per head in the denominator, natural-log
             and unscaled.
@@ -364,6 +364,8 @@ def attention_with_kv_cache(
     if rows is not None and not isinstance(rows, torch.Tensor):
         rows = rows if rows.__class__ in (list, tuple) else integers("rows", rows, "a row")
         index = cached_calls.index_of(cache, rows)
+        if isinstance(cache, PagedKVCache) and (max_seqlen_k or cache.has_evicted):
+            cached_calls.check_records(cache, rows, window_size, max_seqlen_k)
     if not (
         window_size is None
         and max_seqlen_q is max_seqlen_k is num_splits is None

@@ -37,7 +37,7 @@ from warpwave.kv_cache import (
     integers,
     new_tokens,
 )
-from warpwave.options import Options, as_int
+from warpwave.options import Options, as_int, as_window
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
 
 append_kv, split_kv = Family("append_kv"), dispatch.split_kv
@@ -55,6 +55,26 @@ class Serving(NamedTuple):
     num_splits: int | None = None
     batch_invariant: bool = False
     shared_prefix: int = 0
+
+
+def check_records(
+    cache: PagedKVCache, rows: Sequence[int], window_size: tuple[int, int] | None, max_seqlen_k: int | None
+) -> None:
+    """Compares a call with what the cache knows on the host.
+
+    Raises:
+        InvalidInput: queries may see tokens that were evicted, or a sequence is longer than `max_seqlen_k`.
+    """
+    left, _ = as_window(window_size)
+    for row in rows:
+        evicted, allowed, length = cache.record(row)
+        if evicted and not 0 <= left <= allowed:
+            raise InvalidInput(
+                f"window_size is {window_size}; tokens of row {row} before {evicted} were evicted for a window of "
+                f"({allowed}, ...), which later calls must keep"
+            )
+        if max_seqlen_k and length > max_seqlen_k:
+            raise InvalidInput(f"max_seqlen_k is {max_seqlen_k} and row {row} has {length} tokens")
 
 
 def layer_of(cache: Any) -> CacheLayer:
@@ -416,14 +436,18 @@ def warmup(
 
     Raises:
         UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
-        InvalidInput: `workers` is not positive, or an option that no call has.
+        InvalidInput: `workers` is not positive, an option or a problem that no call has, or a device that is not there.
     """
+    if isinstance(problems, AttentionProblem):
+        raise InvalidType("problems is an AttentionProblem; it must be a sequence of them")
     unknown = options.keys() - {"kernel", "config", "num_splits"}
     if unknown:
         raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")
     if as_int("workers", workers) < 1:
         raise InvalidInput(f"workers is {workers}; it must be at least 1")
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"device is {device}, and there is no GPU; pass device='cpu'")
     if device == torch.device("cuda"):  # threads begin with device 0
         device = torch.device("cuda", torch.cuda.current_device())
     kernel, config = options.get("kernel", "auto"), options.get("config")

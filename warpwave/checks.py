@@ -554,7 +554,7 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
         dtypes: tuple[torch.dtype, ...] = (DTYPES.get(name, torch.float32),)
         if name == "bias" and isinstance(operands, QuantizedOperands):
             dtypes = (torch.float16, torch.bfloat16, torch.float32)
-        elif name == "bias" or (name == "sinks" and q.dtype == torch.float64):
+        elif name == "bias" or (name in ("sinks", "alibi_slopes") and q.dtype == torch.float64):
             dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""

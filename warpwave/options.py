@@ -143,6 +143,7 @@ def as_window(window_size: Any) -> tuple[Any, Any]:
 
     Raises:
         InvalidType: the value is not a pair of integers.
+        InvalidInput: a side has more than 63 bits.
     """
     if window_size is None:
         return (-1, -1)
@@ -150,7 +151,11 @@ def as_window(window_size: Any) -> tuple[Any, Any]:
         left, right = window_size
     except (TypeError, ValueError):
         raise InvalidType(f"window_size is {window_size!r}; it must be (left, right), -1 for unlimited") from None
-    return as_int("the left side of window_size", left), as_int("the right side of window_size", right)
+    left, right = as_int("the left side of window_size", left), as_int("the right side of window_size", right)
+    for side in (left, right):
+        if type(side) is int and not -(2**63) <= side < 2**63:
+            raise InvalidInput(f"window_size is {window_size!r}; each side must fit in 64 bits")
+    return left, right
 
 
 def as_bool(name: str, value: Any) -> bool:

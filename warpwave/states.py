@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -44,6 +44,9 @@ def merge_states(
         >>> torch.allclose(out, warpwave.attention(q, k, v), atol=1e-5)
         True
     """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, Iterable):
+            raise InvalidType(f"{name} is a {type(parts).__name__}; it must be a sequence of tensors")
     outs, lses = list(outs), list(lses)
     _check(outs, lses, packed)
     lse = torch.stack(lses)  # [parts, ...]

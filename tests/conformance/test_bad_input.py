@@ -121,6 +121,7 @@ WRONG_VALUE: list[Row] = [
     ("scale beyond float32", lambda: dense(softmax_scale=1e300), ["softmax_scale", "1e+300", "finite"]),
     ("negative softcap", lambda: dense(softcap=-1.0), ["softcap", "-1.0", "not negative"]),
     ("softcap NaN", lambda: dense(softcap=float("nan")), ["softcap", "nan", "finite"]),
+    ("window of 70 bits", lambda: dense(window_size=(2**70, 0)), ["window_size", "64 bits"]),
     ("window below -1", lambda: dense(window_size=(-2, 0)), ["window_size", "-2", "-1"]),
     ("window below -1 on the right", lambda: packed(window_size=(0, -3)), ["window_size", "-3", "-1"]),
     ("unknown precision", lambda: dense(precision="tf16"), ["precision", "'tf16'", "tf32x3"]),

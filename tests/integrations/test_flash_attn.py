@@ -453,6 +453,18 @@ def test_pages_of_a_contiguous_cache_are_views() -> None:
         caches.contiguous(k[:, :1].expand(-1, 48, -1, -1), v)
 
 
+@pytest.mark.parametrize(
+    ("used", "error", "text"),
+    [(-1, "InvalidInput", "is -1"), (64, "InvalidInput", "has room for 64"), (1.5, "InvalidType", r"is 1\.5"),
+     ("x", "InvalidType", "is 'x'")],
+)  # fmt: skip
+def test_a_length_on_the_host_is_checked(used: Any, error: str, text: str) -> None:
+    k_cache, v_cache = torch.randn(2, 2, 64, 2, 16)
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 1, 2, 16)
+    with pytest.raises(getattr(warpwave, error), match=text):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=used, causal=True)
+
+
 @pytest.mark.parametrize("used", [5, 62, 63, 64])
 def test_new_tokens_beyond_the_cache_are_not_written(used: int) -> None:
     """Three new tokens and one query: `_append`."""

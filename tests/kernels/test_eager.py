@@ -11,7 +11,7 @@ import torch
 import warpwave
 from warpwave.gpu import CPU
 from warpwave.kernels import eager
-from warpwave.problem import AttentionProblem
+from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(
     batch=1, seqlen_q=100, seqlen_k=100, num_heads_q=2, num_heads_kv=2, head_dim=8, head_dim_v=8,
@@ -70,6 +70,48 @@ def test_the_process_wide_matmul_precision_is_restored() -> None:
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
+
+
+def test_float64_with_alibi_is_float64() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 2, 16, dtype=torch.float64) for _ in range(3))
+    slopes = torch.tensor([0.3, 0.7])
+    distance = (torch.arange(64)[:, None] - torch.arange(64)).abs()
+    bias = -slopes.double()[None, :, None, None] * distance
+    with_slopes = warpwave.attention(q, k, v, alibi_slopes=slopes)
+    torch.testing.assert_close(with_slopes, warpwave.attention(q, k, v, bias=bias), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_gradients_of_slopes_are_those_of_differences(sinks: bool, softcap: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 2, 8, dtype=torch.float64) for n in (5, 9, 9))
+    slopes = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    options: dict[str, Any] = {"sinks": torch.randn(2, dtype=torch.float64) if sinks else None, "softcap": softcap}
+    assert torch.autograd.gradcheck(
+        lambda s: warpwave.attention(q, k, v, alibi_slopes=s, causal=True, return_lse=True, **options), (slopes,)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hide", ["mask", "causal"])
+def test_gradients_of_slopes_depend_on_differences_of_distances(hide: str, dtype: torch.dtype) -> None:
+    """All visible keys are some 2,000 tokens away, by which the rounding errors of a row of dS are not multiplied."""
+    torch.manual_seed(1)
+    q, dout = (torch.randn(1, 16, 2, 64).to(dtype) for _ in range(2))
+    k, v = (torch.randn(1, 2048, 2, 64).to(dtype) for _ in range(2))
+    options: dict[str, Any] = {"causal": Causal("top_left")}
+    if hide == "mask":
+        options = {"mask": (torch.arange(2048) < 20)[None, None, None]}
+    grads = []
+    for wide in (False, True):
+        tensors = [t.double() if wide else t for t in (q, k, v)]
+        slopes = torch.tensor([0.5, 0.125], requires_grad=True)
+        warpwave.attention(*tensors, alibi_slopes=slopes, **options, kernel="eager").backward(dout.to(tensors[0].dtype))
+        assert slopes.grad is not None
+        grads.append(slopes.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=2e-3, atol=2e-3)
 
 
 def test_a_config_checks_itself() -> None:

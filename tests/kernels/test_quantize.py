@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from warpwave import InvalidInput, InvalidType, Quantized, quantize
+from warpwave import InvalidInput, InvalidType, Quantized, UnsupportedProblem, quantize
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import quantize as quantize_module
 from warpwave.kernels import reasons
@@ -206,6 +206,14 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -
     }
     with pytest.raises(error, match=text):
         quantize(**given)
+
+
+def test_a_gradient_is_not_lost_silently() -> None:
+    q, k, v = qkv()
+    with pytest.raises(UnsupportedProblem, match="quantize has no gradients"):
+        quantize(q, k, v.requires_grad_())
+    with torch.no_grad():
+        quantize(q, k, v)
 
 
 def test_an_odd_head_dim_has_no_rotation() -> None:

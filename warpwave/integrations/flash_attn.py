@@ -22,6 +22,7 @@ from warpwave.api import attention, attention_varlen, attention_with_kv_cache
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations import caches
 from warpwave.kv_cache import CacheLayer, Rotary
+from warpwave.options import as_int
 
 __all__ = [
     "flash_attn_func",
@@ -157,7 +158,13 @@ def with_kvcache(
     else:
         k_pages, v_pages = k_cache, v_cache
     if not isinstance(cache_seqlens, torch.Tensor):
-        length = table.shape[1] * k_pages.shape[1] if cache_seqlens is None else cache_seqlens
+        capacity = table.shape[1] * k_pages.shape[1]
+        length = capacity if cache_seqlens is None else as_int("cache_seqlens", cache_seqlens)
+        new = 0 if k is None or cu_seqlens_q is not None else k.shape[1]
+        if not 0 <= length <= capacity - new:
+            raise InvalidInput(
+                f"{function}: cache_seqlens is {length} and k has {new} tokens; the cache has room for {capacity}"
+            )
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if cache_leftpad is not None:
         cache_seqlens = cache_seqlens - cache_leftpad

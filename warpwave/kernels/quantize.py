@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from warpwave.errors import InvalidInput, InvalidType
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels import descales
 from warpwave.kernels.quantize_tensor import LARGEST, Source, quantized, rotated, rotation_block
 from warpwave.options import as_int
@@ -119,10 +119,11 @@ def quantize(
     Raises:
         InvalidInput: a shape or a value that no call can have.
         InvalidType: a type that no call can have, or a dtype that cannot be quantized, or be quantized to.
+        UnsupportedProblem: a gradient would be lost.
 
     Note:
-        A block that contains Inf or NaN gets an infinite factor, which `checked=True` of the call refuses. Takes no
-        part in autograd. Repeatable bit for bit.
+        A block that contains Inf or NaN gets an infinite factor, which `checked=True` of the call refuses.
+        Repeatable bit for bit.
 
     Example:
         >>> import torch, warpwave
@@ -135,6 +136,10 @@ def quantize(
     dtype_v = _check(q, k, v, dtype, dtype_v, granularity, percentile, offsets, (max_seqlen_q, max_seqlen_k))
     if rotate and rotation_block(q.shape[-1]) == 1:
         raise InvalidInput(f"rotate is True and head_dim is {q.shape[-1]}; it mixes a power of two of channels")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise UnsupportedProblem(
+            "quantize has no gradients, and q, k or v requires one", {}, "torch.no_grad() around it, or x.detach()"
+        )
     with torch.no_grad():
         q, k, v = (x.resolve_neg() for x in (q, k, v))
         offset_q, offset_k = (None if t is None else t.contiguous() for t in offsets)

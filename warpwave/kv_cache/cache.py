@@ -65,6 +65,7 @@ class PagedKVCache:
 
     Attributes:
         layers: one `CacheLayer` per layer, whose tensors never move.
+        has_evicted: whether `evict` was ever called.
         page_table: int32 (max_batch, pages of a row), on the device.
         seqused_k: int32 (max_batch,), on the device; 0 for rows without a sequence.
 
@@ -128,6 +129,7 @@ class PagedKVCache:
             cells, widths = (num_pages, page_size, num_heads_kv), (head_dim, head_dim_v)
             self._pools = [pools.of_layer(dtype, device, cells, widths, given, i) for i in range(num_layers)]
         self._sequences: list[SequenceRecord | None] = [None] * max_batch
+        self.has_evicted = False
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is taken first
         self._references = [0] * num_pages
         self._make_views()
@@ -190,6 +192,12 @@ class PagedKVCache:
     def lengths(self) -> dict[int, int]:
         """The number of tokens of each row's sequence, by row."""
         return {row: s.length for row, s in enumerate(self._sequences) if s is not None}
+
+    def record(self, row: int) -> tuple[int, int, int]:
+        """Returns the first token of a row's sequence that is kept, the window that `evict` was given, and the number
+        of tokens."""
+        sequence = self._of(row)
+        return sequence.evicted * self.page_size, sequence.window_left, sequence.length
 
     def pages(self, row: int) -> list[int]:
         """Returns the page ids of a row's sequence in order, -1 for pages that were evicted."""
@@ -341,6 +349,7 @@ class PagedKVCache:
                 self._give_back([sequence.pages[column]])
                 sequence.pages[column] = EVICTED
             sequence.evicted, sequence.window_left = end, window_left
+        self.has_evicted = True
         return len(self._free) - before
 
     # Adding tokens ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,7 +69,18 @@ class Rotary(NamedTuple):
         interleaved: bool = False,
         device: torch.device | str = "cpu",
     ) -> Rotary:
-        """Returns the usual angles, `position * base^(-2i / rotary_dim)` (Su et al., "RoFormer", 2021)."""
+        """Returns the usual angles, `position * base^(-2i / rotary_dim)` (Su et al., "RoFormer", 2021).
+
+        Raises:
+            InvalidInput: rotary_dim is not even and positive, positions is negative, or base is not positive.
+            InvalidType: rotary_dim or positions is not an integer.
+        """
+        rotary_dim, positions = as_int("rotary_dim", rotary_dim), as_int("positions", positions)
+        if rotary_dim < 2 or rotary_dim % 2 or positions < 0 or not 0 < base < math.inf:
+            raise InvalidInput(
+                f"rotary_dim is {rotary_dim}, positions {positions} and base {base}; rotary_dim must be even and "
+                "positive, positions not negative, and base positive and finite"
+            )
         frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
         return Rotary(angles.cos().float().to(device), angles.sin().float().to(device), interleaved)

@@ -179,13 +179,6 @@ def problem_of(data: dict[str, Any]) -> AttentionProblem:
 
 
 def _check_together(problem: AttentionProblem) -> None:
-    scores = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
-    for name in ("mask_shape", "bias_shape"):
-        shape = getattr(problem, name)
-        if shape is not None and any(axis not in (1, size) for axis, size in zip(shape, scores, strict=True)):
-            raise Mismatch(f"problem.{name} is {shape}, which does not broadcast to the scores' {scores}")
-    if problem.alibi_shape not in (None, (problem.num_heads_q,), (problem.batch, problem.num_heads_q)):
-        raise Mismatch(f"problem.alibi_shape is {problem.alibi_shape}; there are {problem.num_heads_q} heads of q")
     everything = problem.num_heads_q * sum(sq * sk * times for (sq, sk), times in problem.counted_items().items())
     if problem.mask_visible_pairs is not None and problem.mask_visible_pairs > everything:
         raise Mismatch(f"problem.mask_visible_pairs is {problem.mask_visible_pairs:,} of {everything:,} pairs")
