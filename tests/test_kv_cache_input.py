@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.test_kv_cache import DEVICE, SIZES, check_books, make, state, tokens
-from warpwave import InvalidInput, InvalidType, attention_with_kv_cache
+from warpwave import InvalidInput, InvalidType, Rotary, attention_with_kv_cache
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,18 @@ def test_rows_on_the_host_are_checked() -> None:
     for error, rows in ((InvalidInput, [4]), (InvalidInput, [-1]), (InvalidType, [1.5])):
         with pytest.raises(error, match="row"):
             attention_with_kv_cache(tokens(1, 1, 2, 8), cache, rows=rows)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"rotary_dim": 7}, InvalidInput, "rotary_dim is 7"),
+        ({"rotary_dim": 0}, InvalidInput, "rotary_dim is 0"),
+        ({"rotary_dim": "x"}, InvalidType, "rotary_dim is 'x'"),
+        ({"positions": -1}, InvalidInput, "positions -1"),
+        ({"base": 0.0}, InvalidInput, r"base 0\.0"),
+    ],
+)
+def test_angles_of_wrong_numbers(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Rotary.of(**({"rotary_dim": 8, "positions": 5} | arguments))

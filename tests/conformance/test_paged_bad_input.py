@@ -136,8 +136,6 @@ WRONG_VALUE: list[Row] = [
     ("new keys of other tokens", lambda: call(k_new=ones(2, 1, 2, 16), v_new=ones(2, 1, 2, 16)), ["same tokens"]),
     ("a row without a sequence", lambda: call(
         cache=new_cache(max_batch=9), rows=[0, 7], k_new=ones(2, 3, 2, 16), v_new=ones(2, 3, 2, 16)), ["row 7"]),
-    ("angles of an odd number", lambda: call(rotary=Rotary.of(7, 5)), ["rotary_dim is 7", "even"]),
-    ("angles of no base", lambda: call(rotary=Rotary.of(8, 5, base=0.0)), ["base 0.0", "positive"]),
     ("angles wider than the head", lambda: call(rotary=Rotary.of(32, 9, device=DEVICE)), ["rotary.cos", "= 16"]),
     ("negative scale", lambda: call(softmax_scale=float("-inf")), ["softmax_scale", "-inf"]),
     ("window below -1", lambda: call(window_size=(-2, 0)), ["window_size", "-2"]),
