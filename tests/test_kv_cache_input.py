@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.test_kv_cache import DEVICE, SIZES, check_books, make, state, tokens
-from warpwave import InvalidInput, InvalidType, Rotary, attention_with_kv_cache
+from warpwave import InvalidInput, InvalidType, Rotary, attention_with_kv_cache, quantize
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,19 @@ def test_rows_on_the_host_are_checked() -> None:
     for error, rows in ((InvalidInput, [4]), (InvalidInput, [-1]), (InvalidType, [1.5])):
         with pytest.raises(error, match="row"):
             attention_with_kv_cache(tokens(1, 1, 2, 8), cache, rows=rows)  # type: ignore[arg-type]
+
+
+def test_the_default_device_changes_nothing() -> None:
+    torch.manual_seed(0)
+    cache, (q, k) = make(), (torch.randn(1, 3, 2, 8, device=DEVICE) for _ in range(2))
+    row = cache.add()
+    with torch.device("meta"):
+        rotary = Rotary.of(8, 16, device=DEVICE)
+        out = attention_with_kv_cache(q, cache, rows=[row], k_new=k, v_new=k, rotary=rotary, causal=True)
+        child = cache.fork(row)
+        quantized = quantize(q, k, k, dtype=torch.int8, smooth_k=True, rotate=True, percentile=0.9)
+    assert out.isfinite().all() and cache.lengths == {row: 3, child: 3}
+    assert quantized.q.device.type == DEVICE.type
 
 
 @pytest.mark.parametrize(

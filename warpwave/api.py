@@ -168,7 +168,7 @@ def attention(
     # 1 == True, so the key includes the type of causal.
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
-    if checked:
+    if checked and as_bool("checked", checked):
         describe_call(settled(operands), options_of(operands, *said[:9]))
         _check_factors(operands)
     if out is not None:
@@ -257,7 +257,7 @@ def attention_varlen(
     if operands[7] is None or operands[8] is None:
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
-    if checked:
+    if checked and as_bool("checked", checked):
         options = options_of(operands, *said[:9], *longest)
         describe_call(settled(operands), options)
         check_packed_lengths(operands, options)
@@ -416,7 +416,7 @@ def attention_with_kv_cache(
         new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
         if out is not None:
             cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
-    if checked:
+    if checked and as_bool("checked", checked):
         cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
     asked, operands = operands, new.operands  # they differ if queries are rotated; `recall` compares `asked`
     if run is None:

@@ -101,7 +101,7 @@ def index_of(cache: PagedKVCache | CacheLayer, rows: Sequence[int]) -> torch.Ten
     for i, row in enumerate(rows):
         if not 0 <= row < count:
             raise InvalidInput(f"rows[{i}] is {row}; the cache has {count} rows")
-    return torch.tensor(rows, dtype=torch.int32).to(cache.page_table.device)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").to(cache.page_table.device)
 
 
 def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | None, max_seqlen_q: int | None) -> int:

@@ -170,6 +170,8 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
             "a larger budget, or precision='default'",
         )
     by_name = {module.NAME: module for module in kernels_for(problem)}
+    if not isinstance(kernel, str):
+        raise InvalidType(f"kernel is a {type(kernel).__name__}; it must be a str")
     if kernel not in by_name:
         raise InvalidInput(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(map(repr, by_name))}")
     module = by_name[kernel]

@@ -297,7 +297,7 @@ def factors_of(magnitudes: torch.Tensor, largest: float) -> torch.Tensor:
 
 def share_clipped(source: Source) -> float:
     """Returns the share of the magnitudes that may saturate, as the float32 that both ways of counting multiply by."""
-    return float(torch.tensor(1.0 - source.percentile, dtype=torch.float32))
+    return float(torch.tensor(1.0 - source.percentile, dtype=torch.float32, device="cpu"))
 
 
 def by_triton(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -400,11 +400,11 @@ def rotated(x: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
 def rotation_signs(block: int, device: torch.device) -> torch.Tensor:
     """Returns the rotation of a block of channels times the square root of its size: 1 and -1, (block, block), float32.
     Rows have random signs, the same in every process: without them a constant vector becomes an outlier."""
-    hadamard = torch.ones(1, 1)
+    hadamard = torch.ones(1, 1, device="cpu")
     while len(hadamard) < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     draws = random.Random(0)
-    return (torch.tensor([[1.0 - 2 * draws.getrandbits(1)] for _ in range(block)]) * hadamard).to(device)
+    return (torch.tensor([[1.0 - 2 * draws.getrandbits(1)] for _ in range(block)], device="cpu") * hadamard).to(device)
 
 
 @functools.lru_cache(64)

@@ -228,7 +228,7 @@ class PagedKVCache:
                 if not 0 <= row < self.max_batch:
                     raise InvalidInput(f"row {row} is not in the cache, which has {self.max_batch} rows")
             with torch.inference_mode(False):
-                found = torch.tensor(key, dtype=torch.int32).to(self.device)
+                found = torch.tensor(key, dtype=torch.int32, device="cpu").to(self.device)
         self._indices.put(key, found)
         return found
 
@@ -520,7 +520,9 @@ class PagedKVCache:
         still read the old ones. On an error nothing is written."""
         cells = [row * self._columns + column for row, column, _ in pages] + [self._lengths_at + r for r, _ in lengths]
         if cells:
-            sent = torch.tensor([*cells, *(p for _, _, p in pages), *(n for _, n in lengths)], dtype=torch.int64)
+            sent = torch.tensor(
+                [*cells, *(p for _, _, p in pages), *(n for _, n in lengths)], dtype=torch.int64, device="cpu"
+            )
             sent = sent.to(self.device)
             self._tables[sent[: len(cells)]] = sent[len(cells) :].to(torch.int32)
 
@@ -578,7 +580,9 @@ class PagedKVCache:
 
         # One transfer. The offsets come first, because their address must be a multiple of 16.
         offsets = list(accumulate(counts, initial=0))
-        sent = torch.tensor([*offsets, *after, *before, *cells, *old, *new], dtype=torch.int64).to(self.device)
+        sent = torch.tensor([*offsets, *after, *before, *cells, *old, *new], dtype=torch.int64, device="cpu").to(
+            self.device
+        )
         parts = sent.split([len(offsets) + 2 * len(cells), len(cells), 2 * len(old)])
         numbers = parts[0].to(torch.int32).split([len(offsets), len(cells), len(cells)])
         copies = parts[2].view(2, -1) if old else None

@@ -81,8 +81,8 @@ class Rotary(NamedTuple):
                 f"rotary_dim is {rotary_dim}, positions {positions} and base {base}; rotary_dim must be even and "
                 "positive, positions not negative, and base positive and finite"
             )
-        frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-        angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
+        frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
+        angles = torch.arange(positions, dtype=torch.float64, device="cpu")[:, None] * frequencies
         return Rotary(angles.cos().float().to(device), angles.sin().float().to(device), interleaved)
 
 
