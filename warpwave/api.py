@@ -356,7 +356,8 @@ def attention_with_kv_cache(
 
     Note:
         Numerics are those of `attention`; partial results of splits are merged in float32, in a fixed order.
-        Results are repeatable bit for bit. Under torch.compile the call is a break in the graph.
+        Results are repeatable bit for bit. The call breaks the graph of torch.compile, once if it is wrapped:
+        `torch.compiler.disable(warpwave.attention_with_kv_cache)`. Otherwise Dynamo traces the checks piece by piece.
     """
     if not isinstance(q, torch.Tensor):
         raise InvalidType(f"q is a {type(q).__name__}; it must be a torch.Tensor")
