@@ -433,3 +433,16 @@ def test_a_mode_sees_a_call_with_gradients_that_is_known() -> None:
     assert q.grad is not None
     again = torch.utils.checkpoint.checkpoint(warpwave.attention, q, k, v, use_reentrant=False)
     torch.testing.assert_close(again, out)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_calls_without_memory_have_shapes(softcap: float) -> None:
+    q, packed = torch.empty(2, 4, 2, 8, device="meta"), torch.empty(10, 2, 8, device="meta")
+    offsets = torch.empty(3, dtype=torch.int32, device="meta")
+    out, lse = warpwave.attention(q, q, q, softcap=softcap, return_lse=True)
+    assert out.is_meta and out.shape == q.shape and lse.shape == (2, 2, 4)
+    out, lse = warpwave.attention_varlen(
+        packed, packed, packed, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=5, max_seqlen_k=5,
+        softcap=softcap, return_lse=True,
+    )  # fmt: skip
+    assert out.is_meta and out.shape == packed.shape and lse.shape == (2, 10)

@@ -318,7 +318,8 @@ class Planner:
         if kernel == "auto" and not choice.kernel.NEEDS_GPU:
             tell_once(problem, gpu, choice.kernel.NAME, self.portable)
         run: Run
-        if problem.rows == 0 or problem.batch == 0 or (problem.total_k if problem.packed else problem.seqlen_k) == 0:
+        keys = problem.total_k if problem.packed else problem.seqlen_k
+        if operands.q.is_meta or 0 in (problem.rows, problem.batch, keys):
             run = partial(without_keys, problem)
         else:
             run = dispatch.bind(choice, problem, gpu, operands, self.binders, out)
@@ -436,8 +437,8 @@ def storing(run: Run) -> Run:
 def without_keys(
     problem: AttentionProblem, operands: Any, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the result of a call without queries or keys. Nothing is launched: no row sees a key, so out is 0 and lse
-    is the sink's logit, or minus infinity."""
+    """Returns the result of a call without queries or keys, or on device "meta". Nothing is launched: no row sees a
+    key, so out is 0 and lse is the sink's logit, or minus infinity."""
     q = operands.q
     dtype = getattr(torch, problem.dtype_of_out)
     out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype) if out is None else out.zero_()

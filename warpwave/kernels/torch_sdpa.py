@@ -90,7 +90,7 @@ def _hides(band: Band, seqlen_q: int, seqlen_k: int) -> bool:
 def _is_tame(problem: AttentionProblem, operands: Operands, hides: bool) -> bool:
     """Returns whether all elements of q and k are so small, and none NaN, that every score is finite; if the call
     `hides` pairs, also whether all of v is finite."""
-    if 0 in (operands.q.numel(), operands.k.numel()) or operands.q.is_meta:
+    if 0 in (operands.q.numel(), operands.k.numel()):
         return True
     q, k, *v = (max(-float(low), float(high)) for low, high in (t.aminmax() for t in operands[: 3 if hides else 2]))
     return max(v, default=0.0) < math.inf and q * k * problem.head_dim * max(1.0, problem.softmax_scale) < LARGEST_SCORE
