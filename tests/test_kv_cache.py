@@ -217,8 +217,16 @@ def test_truncate_and_evict() -> None:
     for window in (None, (1, 0), (-1, 0)):
         with pytest.raises(InvalidInput, match="tokens of row 0 before 12 were evicted"):
             attention_with_kv_cache(q, cache, rows=[a], window_size=window)
+    with pytest.raises(InvalidInput, match="and 2 queries at the end of its 13 tokens"):
+        attention_with_kv_cache(tokens(1, 2, 2, 8), cache, rows=[a], window_size=(0, 0))
+    empty = next(row for row in range(cache.max_batch) if row not in cache.rows)
+    assert not attention_with_kv_cache(q, cache, rows=[empty], max_seqlen_k=4).any(), "a row without a sequence"
     with pytest.raises(InvalidInput, match="max_seqlen_k is 4 and row 0 has 13 tokens"):
         attention_with_kv_cache(q, cache, rows=[a], window_size=(0, 0), max_seqlen_k=4)
+    with pytest.raises(InvalidInput, match="max_seqlen_k is 13 and row 0 has 14 tokens"):
+        new = tokens(1, 1, 2, 8)
+        attention_with_kv_cache(q, cache, rows=[a], k_new=new, v_new=new, window_size=(0, 0), max_seqlen_k=13)
+    assert cache.lengths[a] == 13
 
 
 def test_a_fork_of_evicted_tokens_frees_no_page_of_another() -> None:

@@ -128,6 +128,7 @@ def test_the_default_device_changes_nothing() -> None:
         ({"rotary_dim": "x"}, InvalidType, "rotary_dim is 'x'"),
         ({"positions": -1}, InvalidInput, "positions -1"),
         ({"base": 0.0}, InvalidInput, r"base 0\.0"),
+        ({"base": "x"}, InvalidType, "base is 'x'"),
     ],
 )
 def test_angles_of_wrong_numbers(arguments: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -365,8 +365,6 @@ def attention_with_kv_cache(
     if rows is not None and not isinstance(rows, torch.Tensor):
         rows = rows if rows.__class__ in (list, tuple) else integers("rows", rows, "a row")
         index = cached_calls.index_of(cache, rows)
-        if isinstance(cache, PagedKVCache) and (max_seqlen_k or cache.has_evicted):
-            cached_calls.check_records(cache, rows, window_size, max_seqlen_k)
     if not (
         window_size is None
         and max_seqlen_q is max_seqlen_k is num_splits is None
@@ -390,6 +388,10 @@ def attention_with_kv_cache(
         (q, layer.k, layer.v, None, None, alibi_slopes, sinks, cu_seqlens_q, None, layer.page_table, layer.seqused_k,
          index, layer.k_descale, layer.v_descale),
     )  # fmt: skip
+    if isinstance(cache, PagedKVCache) and (max_seqlen_k or cache.has_evicted) and isinstance(rows, list | tuple):
+        counts = lengths or [0 if cu_seqlens_q is not None else q.shape[1]] * len(rows)
+        left = -1 if window_size is None else window_size[0]
+        cached_calls.check_records(cache, rows, counts, k_new is not None, left, max_seqlen_k)
     longest = (cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q), max_seqlen_k or 0)
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
     # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.

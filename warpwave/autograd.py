@@ -67,18 +67,17 @@ def bind_gradients(
         kernel: of the forward, as the caller named it. out and lse are its results; None where it keeps none.
     """
     names = {name for name, want in zip(DIFFERENTIABLE_NAMES, wanted, strict=True) if want}
-    able = dispatch.gradient_kernels(problem, gpu, kernel)
-    for module in able:
-        if names <= set(module.GRADIENTS) and not ("alibi_slopes" in names and _sees_far_keys_alone(problem)):
+    for module in dispatch.gradient_kernels(problem, gpu, kernel):
+        if names <= set(module.GRADIENTS):
             forward = replace(problem, requires_grad=False, return_lse=True)
             bound: Compute = module.bind(forward, gpu, operands, wanted, module.default(forward, gpu))
             return bound
-    ran_eager = not able and module_of(problem, gpu, kernel).NAME == dispatch.eager.NAME
+    own = module_of(problem, gpu, kernel)
 
     def compute(operands: AnyOperands, results: Any, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
         eager = dispatch.eager
         config = eager.configs(problem, gpu)[0]
-        if not ran_eager:
+        if own.NAME != eager.NAME:
             # eager's gradients compute P and delta from lse and out, which must come from the same products as its
             # scores. Otherwise terms that should cancel leave the other kernel's rounding error times the values.
             results = eager.forward(problem, operands, config)
@@ -87,20 +86,6 @@ def bind_gradients(
         return eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
 
     return compute
-
-
-def _sees_far_keys_alone(problem: AttentionProblem) -> bool:
-    """Returns whether, in a dense call in 16 bits, some query may see no key near its own position. All kernels but
-    eager would then multiply rounding errors by distances far larger than the differences that matter
-    (docs/kernels/gradients.md)."""
-    if problem.packed or problem.dtype == "float32":
-        return False
-    if problem.mask_shape is not None or problem.bias_shape is not None:
-        return True
-    distance = problem.seqlen_k - problem.seqlen_q  # of the first query from the first key
-    if problem.causal is None:
-        return distance < 0
-    return problem.causal.alignment == "top_left" and distance > 0
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:

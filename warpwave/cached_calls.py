@@ -37,7 +37,7 @@ from warpwave.kv_cache import (
     integers,
     new_tokens,
 )
-from warpwave.options import Options, as_int, as_window
+from warpwave.options import Options, as_int
 from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
 
 append_kv, split_kv = Family("append_kv"), dispatch.split_kv
@@ -58,20 +58,29 @@ class Serving(NamedTuple):
 
 
 def check_records(
-    cache: PagedKVCache, rows: Sequence[int], window_size: tuple[int, int] | None, max_seqlen_k: int | None
+    cache: PagedKVCache,
+    rows: Sequence[int],
+    queries: Sequence[int],
+    appends: bool,
+    window_left: int,
+    max_seqlen_k: int | None,
 ) -> None:
-    """Compares a call with what the cache knows on the host.
+    """Compares a call with what the cache knows on the host. Rows without a sequence have no tokens, and pass.
+
+    Args:
+        queries: of each row; 0 if they are not known.
+        appends: whether the call appends as many tokens.
 
     Raises:
-        InvalidInput: queries may see tokens that were evicted, or a sequence is longer than `max_seqlen_k`.
+        InvalidInput: a query would see tokens that were evicted, or a sequence is longer than `max_seqlen_k`.
     """
-    left, _ = as_window(window_size)
-    for row in rows:
-        evicted, allowed, length = cache.record(row)
-        if evicted and not 0 <= left <= allowed:
+    for row, count in zip(rows, queries, strict=False):
+        begin, length = cache.kept(row)
+        length += count if appends else 0
+        if begin and (window_left < 0 or length - count - window_left < begin):
             raise InvalidInput(
-                f"window_size is {window_size}; tokens of row {row} before {evicted} were evicted for a window of "
-                f"({allowed}, ...), which later calls must keep"
+                f"the tokens of row {row} before {begin} were evicted; with a left window of {window_left} (-1: none) "
+                f"and {count} queries at the end of its {length} tokens, the call needs them"
             )
         if max_seqlen_k and length > max_seqlen_k:
             raise InvalidInput(f"max_seqlen_k is {max_seqlen_k} and row {row} has {length} tokens")
@@ -436,7 +445,8 @@ def warmup(
 
     Raises:
         UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
-        InvalidInput: `workers` is not positive, an option or a problem that no call has, or a device that is not there.
+        InvalidInput: `workers` is not positive, an option or a problem that no call has, or a GPU without any GPU.
+        InvalidType: `problems` is a single problem, or `workers` no integer.
     """
     if isinstance(problems, AttentionProblem):
         raise InvalidType("problems is an AttentionProblem; it must be a sequence of them")

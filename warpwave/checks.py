@@ -583,7 +583,7 @@ def _check_scalars(scale: float, softcap: float, window: tuple[int, int]) -> Non
         )
     if not 0 <= softcap <= LARGEST:
         raise InvalidInput(f"softcap is {softcap}; it must be finite and not negative, 0 for none")
-    if min(window) < -1:
+    if window[0] < -1 or window[1] < -1:
         raise InvalidInput(f"window_size is {window}; each side must be at least -1 (-1 is unlimited)")
 
 

@@ -465,6 +465,20 @@ def test_a_length_on_the_host_is_checked(used: Any, error: str, text: str) -> No
         flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=used, causal=True)
 
 
+def test_new_tokens_beyond_a_row_that_begins_late_are_not_written() -> None:
+    """With cache_leftpad a sequence ends with its row, not as many tokens later."""
+    k_cache, v_cache = torch.zeros(2, 2, 64, 2, 16)
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 3, 2, 16)
+    lengths, begins = torch.tensor([62, 64], dtype=torch.int32), torch.tensor([10, 10], dtype=torch.int32)
+    flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_leftpad=begins, causal=True
+    )
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        expected = torch.zeros(2, 64, 2, 16)
+        expected[0, 62:] = new[0, :2]
+        assert torch.equal(cache, expected)
+
+
 @pytest.mark.parametrize("used", [5, 62, 63, 64])
 def test_new_tokens_beyond_the_cache_are_not_written(used: int) -> None:
     """Three new tokens and one query: `_append`."""
@@ -474,6 +488,8 @@ def test_new_tokens_beyond_the_cache_are_not_written(used: int) -> None:
     q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 3, 2, 16)
     lengths = torch.tensor([used, 7], dtype=torch.int32)
     flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+    with pytest.raises(warpwave.InvalidType, match=r"v is torch.float16 and the cache torch.float32"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v.half(), cache_seqlens=lengths, causal=True)
     fitting = min(3, 64 - used)
     for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
         expected = old.clone()

@@ -157,13 +157,14 @@ def with_kvcache(
             table = table.gather(1, cells.clamp(max=table.shape[1] - 1))
     else:
         k_pages, v_pages = k_cache, v_cache
+    capacity = table.shape[1] * k_pages.shape[1]
     if not isinstance(cache_seqlens, torch.Tensor):
-        capacity = table.shape[1] * k_pages.shape[1]
         length = capacity if cache_seqlens is None else as_int("cache_seqlens", cache_seqlens)
         new = 0 if k is None or cu_seqlens_q is not None else k.shape[1]
         if not 0 <= length <= capacity - new:
             raise InvalidInput(
-                f"{function}: cache_seqlens is {length} and k has {new} tokens; the cache has room for {capacity}"
+                f"{function}: cache_seqlens is {length} (None: all of the cache) and k has {new} tokens; the cache has "
+                f"room for {capacity}"
             )
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if cache_leftpad is not None:
@@ -172,7 +173,8 @@ def with_kvcache(
     if k is not None and v is not None:
         used = cache_seqlens + (k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())
         if cu_seqlens_q is None and k.shape[1] != q.shape[1]:
-            _append(k_pages, v_pages, table, cache_seqlens, k, v)
+            room = capacity if cache_leftpad is None else capacity - cache_leftpad.long()
+            _append(k_pages, v_pages, table, room, cache_seqlens, k, v)
             k = v = None
     cos, sin, interleaved = rotary
     turning = None if cos is None or sin is None else Rotary(_in_float32(cos), _in_float32(sin), interleaved)
@@ -218,12 +220,20 @@ def _check_cache(
 
 @torch.no_grad()
 def _append(
-    k_pages: torch.Tensor, v_pages: torch.Tensor, table: torch.Tensor, at: torch.Tensor, k: torch.Tensor, v: Any
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    table: torch.Tensor,
+    room: torch.Tensor | int,
+    at: torch.Tensor,
+    k: torch.Tensor,
+    v: Any,
 ) -> None:
-    """Writes new tokens, fewer or more than there are queries, after the first `at` tokens of each sequence. Tokens
-    beyond the cache are not written."""
-    size = k_pages.shape[1]
-    last = table.shape[1] * size - 1
+    """Writes new tokens, fewer or more than there are queries, after the first `at` tokens of each sequence, which has
+    cells for `room` tokens. Tokens beyond these are not written."""
+    for name, new, pool in (("k", k, k_pages), ("v", v, v_pages)):
+        if new.dtype != pool.dtype:
+            raise InvalidType(f"{name} is {new.dtype} and the cache {pool.dtype}; they must be the same")
+    size, last = k_pages.shape[1], (room[:, None] if isinstance(room, torch.Tensor) else room) - 1
     positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
     # A token beyond the cache is written as the sequence's first new token once more, to the same cell; if this is
     # beyond too, the last cell keeps its value. A boolean index would wait for the device.
@@ -232,8 +242,8 @@ def _append(
     positions = torch.where(beyond, first, positions)
     pages, cells = table.gather(1, positions // size).long(), positions % size
     for pool, new in ((k_pages, k), (v_pages, v)):
-        same = torch.where(all_beyond, pool[pages[:, :1], cells[:, :1]], new[:, :1].to(pool.dtype))
-        pool[pages, cells] = torch.where(beyond[..., None, None], same, new.to(pool.dtype))
+        same = torch.where(all_beyond, pool[pages[:, :1], cells[:, :1]], new[:, :1])
+        pool[pages, cells] = torch.where(beyond[..., None, None], same, new)
 
 
 _float32 = WeakTensorKeyDictionary()  # table of rotations -> (its version, the same in float32)

@@ -230,8 +230,8 @@ def _kept(views: _Views, tile: _Tile, problem: AttentionProblem) -> torch.Tensor
 
 
 def _dropped(t: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """Returns probabilities, or their gradient, with the pairs that are not kept 0, and not scaled: a probability near
-    1 would be rounded to 16 bits more coarsely after scaling than before."""
+    """Returns probabilities, or their gradient, with 0 for the pairs that are not kept. The others are not scaled yet:
+    a probability near 1 would be rounded to 16 bits more coarsely after scaling than before."""
     return t if kept is None else torch.where(kept, t, 0.0)
 
 

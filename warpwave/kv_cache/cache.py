@@ -193,11 +193,11 @@ class PagedKVCache:
         """The number of tokens of each row's sequence, by row."""
         return {row: s.length for row, s in enumerate(self._sequences) if s is not None}
 
-    def record(self, row: int) -> tuple[int, int, int]:
-        """Returns the first token of a row's sequence that is kept, the window that `evict` was given, and the number
-        of tokens."""
-        sequence = self._of(row)
-        return sequence.evicted * self.page_size, sequence.window_left, sequence.length
+    def kept(self, row: int) -> tuple[int, int]:
+        """Returns the first token of a row's sequence that was not evicted, and the number of tokens; 0 and 0 if it
+        holds no sequence."""
+        sequence = self._sequences[row]
+        return (0, 0) if sequence is None else (sequence.evicted * self.page_size, sequence.length)
 
     def pages(self, row: int) -> list[int]:
         """Returns the page ids of a row's sequence in order, -1 for pages that were evicted."""

@@ -76,6 +76,8 @@ class Rotary(NamedTuple):
             InvalidType: rotary_dim or positions is not an integer.
         """
         rotary_dim, positions = as_int("rotary_dim", rotary_dim), as_int("positions", positions)
+        if not isinstance(base, int | float):
+            raise InvalidType(f"base is {base!r}; it must be a number")
         if rotary_dim < 2 or rotary_dim % 2 or positions < 0 or not 0 < base < math.inf:
             raise InvalidInput(
                 f"rotary_dim is {rotary_dim}, positions {positions} and base {base}; rotary_dim must be even and "

@@ -107,6 +107,15 @@ def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
     )
 
 
+def reach(problem: AttentionProblem) -> int:
+    """Returns the largest number of keys that a query sees, by position."""
+    low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
+    upper = problem.seqlen_k if high is None else min(problem.seqlen_k, problem.seqlen_q + high)
+    if low is None:
+        return max(0, upper)
+    return max(0, min(upper, problem.seqlen_k - low if high is None else high - low + 1))
+
+
 class Call:
     """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
 
@@ -155,10 +164,7 @@ class Call:
     @cached_property
     def reach(self) -> int:
         """Returns the largest number of keys that a query sees, by position."""
-        seqlen_q, seqlen_k = self.problem.seqlen_q, self.problem.seqlen_k
-        low, high = self.problem.band(seqlen_q, seqlen_k)
-        upper = seqlen_k if high is None else min(seqlen_k, seqlen_q + high)
-        return max(0, upper if low is None or high is None else min(upper, high - low + 1))
+        return reach(self.problem)
 
     @property
     def sees_few_keys(self) -> bool:

@@ -9,7 +9,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
-from warpwave.kernels.hopper.flash_fwd.choice import default
+from warpwave.kernels.hopper.flash_fwd.choice import default, reach
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     PARTS,
@@ -28,7 +28,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 MAX_HEAD_DIM_WITH_DROPOUT = 256  # the largest head_dim of hopper/flash_bwd, which drops the same pairs
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
-FEW_QUERIES, FEW_KEYS = 64, 512  # of a call that splitting keys may serve better, as in large_head_dim
+FEW_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
 FEWEST_QUERIES = 128  # that share a kv head, to amortize writing a V of 8 bits in float16
 
 
@@ -83,17 +83,14 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
                 f"{shared} queries share a kv head; with fewer than {FEWEST_QUERIES}, writing V in float16 takes as "
                 "long as the attention"
             ]
-    if (
-        max(problem.head_dim, problem.head_dim_v) > 256
-        and problem.seqlen_q <= FEW_QUERIES
-        and problem.seqlen_k > FEW_KEYS
-    ):
+    if max(problem.head_dim, problem.head_dim_v) > 256 and problem.seqlen_q <= FEW_QUERIES:
         rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
-        tiles = -(-rows // 64) * problem.batch * problem.num_heads_kv
-        if tiles < (gpu.num_sms or NUM_SMS) // (4 if rows <= 16 else 8):  # where the time model predicts a gain
+        tiles, fewest = -(-rows // 64) * problem.batch * problem.num_heads_kv, 4 if rows <= 16 else 8
+        # By the time model on 1,132 drawn calls; not measured.
+        if tiles < (gpu.num_sms or NUM_SMS) // fewest and reach(problem) >= MANY_KEYS:
             return [
-                f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim is 1.2 to 38 x "
-                "as fast, as predicted"
+                f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim or "
+                "three_kernel is 1.3 to 43 x as fast, as predicted"
             ]
     if problem.dropout_p and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 4 x 4096 causal, ms, this kernel / flash_fwd (record 2026-11-23-h200-dropout.json): 64 1.57 / 1.42, 128 0.87 /
