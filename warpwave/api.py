@@ -389,7 +389,7 @@ def attention_with_kv_cache(
          index, layer.k_descale, layer.v_descale),
     )  # fmt: skip
     if isinstance(cache, PagedKVCache) and (max_seqlen_k or cache.has_evicted) and isinstance(rows, list | tuple):
-        counts = lengths or [0 if cu_seqlens_q is not None else q.shape[1]] * len(rows)
+        counts = lengths or [q.shape[1] if cu_seqlens_q is None and q.dim() == 4 else 0] * len(rows)
         left = -1 if window_size is None else window_size[0]
         cached_calls.check_records(cache, rows, counts, k_new is not None, left, max_seqlen_k)
     longest = (cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q), max_seqlen_k or 0)

@@ -445,8 +445,9 @@ def warmup(
 
     Raises:
         UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
-        InvalidInput: `workers` is not positive, an option or a problem that no call has, or a GPU without any GPU.
-        InvalidType: `problems` is a single problem, or `workers` no integer.
+        InvalidInput: `workers` is not positive, no call has an option or a problem, or the device is a GPU and there is
+            none.
+        InvalidType: `problems` is a single problem, or `workers` is not an integer.
     """
     if isinstance(problems, AttentionProblem):
         raise InvalidType("problems is an AttentionProblem; it must be a sequence of them")
