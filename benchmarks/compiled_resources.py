@@ -58,8 +58,10 @@ def dumped(data: dict[str, Any]) -> str:
 
 
 def calls() -> Iterator[tuple[Any, AttentionProblem, Gpu, Any]]:
-    """Yields each (kernel, call, target, config) of the table."""
+    """Yields each (kernel, call, target, config) of the table. Of head sizes that a target pads to one width, it yields
+    the last."""
     modules = {module.NAME: module for module in dispatch.KERNELS}
+    found: dict[compiled.Key, tuple[Any, AttentionProblem, Gpu, Any]] = {}
     for name, (sizes, widths) in CALLS.items():
         for arch in TARGETS:
             gpu = Gpu.for_arch(arch)
@@ -75,7 +77,10 @@ def calls() -> Iterator[tuple[Any, AttentionProblem, Gpu, Any]]:
                             causal=Causal("bottom_right") if causal else None,
                         )
                         if not dispatch.why_not(modules[name], problem, gpu):
-                            yield modules[name], problem, gpu, dispatch.default_config(modules[name], problem, gpu)
+                            config = dispatch.default_config(modules[name], problem, gpu)
+                            call = (modules[name], problem, gpu, config)
+                            found[compiled.key(name, problem, gpu, config)] = call
+    yield from found.values()
 
 
 def entry_of(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> dict[str, Any]:
