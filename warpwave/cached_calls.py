@@ -445,8 +445,8 @@ def warmup(
 
     Raises:
         UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
-        InvalidInput: `workers` is not positive, no call has an option or a problem, or the device is a GPU and there is
-            none.
+        InvalidInput: `workers` is not positive, no call can have an option or a problem, or the device is a GPU and
+            there is none.
         InvalidType: `problems` is a single problem, or `workers` is not an integer.
     """
     if isinstance(problems, AttentionProblem):

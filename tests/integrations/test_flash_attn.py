@@ -469,7 +469,7 @@ def test_new_tokens_beyond_a_row_that_begins_late_are_not_written() -> None:
     """With cache_leftpad a sequence ends with its row, not as many tokens later."""
     k_cache, v_cache = torch.zeros(2, 2, 64, 2, 16)
     q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 3, 2, 16)
-    lengths, begins = torch.tensor([62, 64], dtype=torch.int32), torch.tensor([10, 10], dtype=torch.int32)
+    lengths, begins = torch.tensor([62, 64], dtype=torch.int32), torch.tensor([10, 64], dtype=torch.int32)
     flash_attn.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_leftpad=begins, causal=True
     )

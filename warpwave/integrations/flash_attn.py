@@ -237,7 +237,7 @@ def _append(
     positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
     # A token beyond the cache is written as the sequence's first new token once more, to the same cell; if this is
     # beyond too, the last cell keeps its value. A boolean index would wait for the device.
-    first = positions[:, :1].clamp(max=last)
+    first = positions[:, :1].clamp(max=last).clamp(min=0)
     beyond, all_beyond = positions > last, (positions[:, :1] > last)[..., None, None]
     positions = torch.where(beyond, first, positions)
     pages, cells = table.gather(1, positions // size).long(), positions % size
