@@ -382,7 +382,7 @@ def _attend_backward(
     shift = torch.where(lse == NEG_INF, 0.0, lse)  # a row that saw nothing has only probabilities exp(-inf) = 0
     if grads.sinks is not None and views.sinks is not None:
         grads.sinks -= (torch.exp(views.sinks - shift) * delta).sum((0, -1), keepdim=True)
-    sums = torch.zeros(4, *delta.shape, dtype=delta.dtype, device=delta.device)  # of a row, for `_left_over`
+    ds_sums, distances = torch.zeros_like(delta), torch.zeros_like(delta)  # of a row; the latter weighted by P
 
     for tile in _tiles(band, block, views.k.shape[-2], block_n):
         scores, squashed = _scores(problem, views, tile, band)
@@ -402,8 +402,8 @@ def _attend_backward(
         if grads.slopes is not None:
             distance = _alibi_distance(views, tile)
             grads.slopes -= (ds * distance).sum_to_size(grads.slopes.shape)
-            p_dp = torch.where(scores == NEG_INF, 0.0, p * dp)
-            sums += torch.stack([t.sum(-1) for t in (ds, p_dp, p, p * distance)])
+            ds_sums += ds.sum(-1)
+            distances += (p * distance).sum(-1)
         if squashed is not None:  # NaN where a score is hidden
             ds = torch.where(scores == NEG_INF, 0.0, ds * (1 - squashed * squashed))
         # The scale is applied after the products: before, it would push a small ds out of the range of 16 bits.
@@ -414,27 +414,13 @@ def _attend_backward(
             dk = product(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
             grads.k[..., tile.keys, :] += dk * problem.softmax_scale
     if grads.slopes is not None:
-        of_sink = None if views.sinks is None else torch.exp(views.sinks - shift)
-        left_over = _left_over(sums, of_sink, None if dlse is None else dlse[..., block]).sum(-1)
-        grads.slopes += left_over.sum_to_size(grads.slopes.shape[:3])[..., None, None]
-
-
-def _left_over(sums: torch.Tensor, of_sink: torch.Tensor | None, dlse: torch.Tensor | None) -> torch.Tensor:
-    """Returns what rounding adds to the sum of dS * distance of each row.
-
-    A row of dS adds up to 0, or to `of_sink * sum(P * dP) + (1 - of_sink) * dlse`. Since out and lse are rounded, what
-    is computed does not. The rest would be multiplied by whole distances, which may exceed their differences by far.
-
-    Args:
-        sums: of each row, over its keys: dS, P * dP, P, and P * distance.
-        of_sink: the probability of the sink, None without one.
-        dlse: the gradient of the log-sum-exp, None without one.
-    """
-    ds, p_dp, p, p_distance = sums
-    expected = torch.zeros_like(ds) if of_sink is None else of_sink * p_dp
-    if dlse is not None:
-        expected = expected + (dlse if of_sink is None else (1 - of_sink) * dlse)
-    return torch.where(p == 0, 0.0, (ds - expected) * p_distance / p)
+        # out is rounded, so a row of dS does not add up to what the sink and the log-sum-exp leave. The excess would be
+        # multiplied by whole distances, which may exceed their differences by far.
+        excess = ds_sums if dlse is None else ds_sums - dlse[..., block]
+        if views.sinks is not None:
+            excess = excess - torch.exp(views.sinks - shift) * delta
+        of_rows = torch.where(distances == 0, 0.0, excess * distances).sum(-1)
+        grads.slopes += of_rows.sum_to_size(grads.slopes.shape[:3])[..., None, None]
 
 
 # Host -----------------------------------------------------------------------------------------------------------------

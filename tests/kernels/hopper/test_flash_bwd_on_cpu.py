@@ -559,3 +559,18 @@ def test_slopes_on_a_cpu(features: dict[str, Any], dtype: str) -> None:
         SHORT, dtype=dtype, heads=(4, 2), dims=(64, 40), lse=False, **{"alibi": "heads", "softcap": softcap, **features}
     )
     judge(cases.build(case, "normal", CPU))
+
+
+@pytest.mark.parametrize("features", [{}, {"sinks": True}, {"dropout": 0.25, "packed": True, "batch": 2}], ids=str)
+def test_slopes_of_distant_keys_on_a_cpu(features: dict[str, Any]) -> None:
+    """What dS of a row adds up to in excess is not multiplied by whole distances."""
+    case = replace(SHORT, dtype="bfloat16", lengths=(16, 500), alibi="heads", causal="top_left", **features)
+    call = cases.build(case, "normal", CPU)
+    call = call._replace(operands=call.operands._replace(alibi_slopes=torch.tensor([0.5, 0.125])))
+    g = torch.Generator().manual_seed(2)
+    dout = torch.randn(call.operands.q.shape, generator=g).to(torch.bfloat16)
+    dlse = torch.randn(oracle(call.problem, call.operands).lse.shape, generator=g)
+    found = on_cpu(call, dout, dlse, -1, more=True).dalibi_slopes
+    expected = backward_references(call.problem, call.operands, dout, dlse).exact.dalibi_slopes
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-3, atol=2e-3)

@@ -200,6 +200,8 @@ def flash_bwd_dq_kernel(
     v_pointers = pointers_of(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
     dq = zeros(BLOCK_M, dims)  # of [BLOCK_M, BLOCK_D]
     of_slope = tl.zeros([BLOCK_M], tl.float32)
+    excess = of_slope  # sums of dS, and of P times the distance, for `of_slope`
+    apart = of_slope
     # Walk 2 repeats walk 1 if dq has a NaN, perhaps of a key that no query of its tile sees, and has no steps otherwise
     # (flash_fwd).
     MAY_REPEAT: tl.constexpr = WRITE_DQ and (rules.HAS_MASK or rules.HAS_BIAS)
@@ -257,6 +259,8 @@ def flash_bwd_dq_kernel(
                     if WRITE_DSLOPES and WALK == 1:
                         distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
                         of_slope -= tl.sum(ds * distance, 1)
+                        excess += tl.sum(ds, 1)
+                        apart += tl.sum(p * distance, 1)
                     if WRITE_DQ:
                         ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
                         if WALK == 2:
@@ -274,11 +278,18 @@ def flash_bwd_dq_kernel(
             lse_log2 = infinite_if_blind(m_all + tl.math.log2(l_i))
 
     store_statistics(statistics_ptr + line, rows, seqlen_q, lse_log2, delta)
+    # The value of a sink is 0, so its dP is 0 too. A row that sees nothing may have NaN in delta.
+    p_sink = tl.math.exp2(sink_log2 - lse_log2)
+    of_sink = tl.where(p_sink == 0.0, 0.0, p_sink * delta)
     if WRITE_DSINKS:
-        # The value of a sink is 0, so its dP is 0 too. A row that sees nothing may have NaN in delta.
-        p_sink = tl.math.exp2(sink_log2 - lse_log2)
-        tl.store(of_sinks_ptr + part, -tl.sum(tl.where(p_sink == 0.0, 0.0, p_sink * delta), 0))
+        tl.store(of_sinks_ptr + part, -tl.sum(of_sink, 0))
     if WRITE_DSLOPES:
+        # out is rounded, so a row of dS does not add up to what the sink and the log-sum-exp leave. The excess would
+        # be multiplied by whole distances, which may exceed their differences by far.
+        excess -= of_sink
+        if HAS_DLSE:
+            excess -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)
+        of_slope += tl.where(apart == 0.0, 0.0, excess * apart)
         tl.store(of_slopes_ptr + part, tl.sum(of_slope, 0))
     if WRITE_DQ:
         # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.

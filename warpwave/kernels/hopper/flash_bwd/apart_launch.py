@@ -100,8 +100,8 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         return (*t.operands[:3], t.dout, t.dq, *(found for found in of_bias if found is not None))
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        of_rows = (t.workspace.lse_log2, t.workspace.delta, t.dq, t.operands.alibi_slopes, t.of_slopes)
-        hidden = t.workspace.hidden
+        work, hidden = t.workspace, t.workspace.hidden
+        of_rows = (work.lse_log2, work.delta, work.sums, t.dq, t.operands.alibi_slopes, t.of_slopes)
         of_scores = (hidden.words, hidden.walks, None if kind == "cells" else t.operands.bias)
         return *of_rows, *t.offsets, *of_scores, t.operands.dropout_seed
 

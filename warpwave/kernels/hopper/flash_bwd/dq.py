@@ -57,6 +57,7 @@ from warpwave.kernels.hopper.parts import (
     zero_accumulator,
 )
 from warpwave.kernels.hopper.rows import zero_values
+from warpwave.kernels.hopper.softmax import partial_sums
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     fence_async_shared,
@@ -99,6 +100,7 @@ class OfQueries(NamedTuple):
 
     Attributes:
         lse_ptr, delta_ptr: statistics (rows.py).
+        sums_ptr: what dS of each row adds up to, laid out as they are; given if WRITE_DSLOPES.
         dq_ptr: dQ, with strides of batch, head and row.
         alibi_slopes_ptr: ALiBi's slopes, (batch, head).
         of_slopes_ptr: each query's contribution to the gradient of its head's ALiBi slope, (batch, head, query) of the
@@ -108,6 +110,7 @@ class OfQueries(NamedTuple):
 
     lse_ptr: Pointer
     delta_ptr: Pointer
+    sums_ptr: Pointer
     dq_ptr: Pointer
     alibi_slopes_ptr: Pointer
     of_slopes_ptr: Pointer
@@ -222,6 +225,12 @@ def statistic(ptr, first, rows_left, other, WIDTH: gl.constexpr):
 
 
 @jit
+def row_sums(partial, WIDTH: gl.constexpr):
+    """Returns the sums of 64 rows from `partial_sums`, beside accumulators of WIDTH columns."""
+    return gl.convert_layout(gl.sum(partial, axis=1), gl.SliceLayout(1, accumulator_layout(WIDTH)))
+
+
+@jit
 def is_cut(row_first, key_first, band, rules):
     """Returns whether an edge of the band passes through a group's tile, or the keys end within."""
     cut = key_first + rules.BLOCK_N > band.k_end
@@ -268,7 +277,9 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
     s = scores_async(q, tiles.keys, n, zero)
     x = warpgroup_mma_wait(0, deps=[s])
     takes_ds: gl.constexpr = len(tiles.bias.gradient_maps) > 0 or place.WRITE_DSLOPES  # before the softcap
-    of_slope = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
+    of_slope = partial_sums(zero, rules.BLOCK_N)
+    excess = of_slope  # sums of dS, and of P times the distance
+    apart = of_slope
     lines = mask_lines(mask, work, row_first, work.seqlen_q, rules.BLOCK_N, rules)
     for j in range(begin, end):
         key_first = band.k_begin + j * rules.BLOCK_N
@@ -289,12 +300,18 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
             if is_cut(row_first, key_first, band, rules):
                 # Applied here and not to P, so that P need not be kept while other work is in flight. dP of hidden
                 # pairs may be NaN.
-                ds = gl.where(visible(ds, band, row_first, key_first, False, rules), ds, 0.0)
+                shown = visible(ds, band, row_first, key_first, False, rules)
+                ds = gl.where(shown, ds, 0.0)
+                if place.WRITE_DSLOPES:
+                    p = gl.where(shown, p, 0.0)
         if len(tiles.bias.gradient_maps) > 0:
             store_gradient(ds, tiles.bias, bias_tile, work, row_first, key_first)
         if place.WRITE_DSLOPES:
             rows, keys = places(ds, row_first, key_first, False)
-            of_slope -= gl.sum(ds * gl.abs(rows + band.offset - keys).to(gl.float32), axis=1)
+            distance = gl.abs(rows + band.offset - keys).to(gl.float32)
+            of_slope = of_slope + partial_sums(ds * distance, rules.BLOCK_N)
+            excess = excess + partial_sums(ds, rules.BLOCK_N)
+            apart = apart + partial_sums(p * distance, rules.BLOCK_N)
         if rules.HAS_SOFTCAP and takes_ds:  # the softcap's derivative of hidden pairs may be NaN
             ds = gl.where(p == 0.0, 0.0, ds * cap)
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
@@ -313,9 +330,15 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
         n += 1
     n = skip(tiles.keys, tiles.values, n, block_end - end)
     if place.WRITE_DSLOPES:
+        # out is rounded, so a row of dS does not add up to what it should. The excess would be multiplied by whole
+        # distances, which may exceed their differences by far.
+        lanes = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
+        inside = lanes < band.q_end - row_first
+        sums = gl.load(place.sums_ptr + first + lanes, mask=inside, other=0.0)
+        found = (row_sums(excess, rules.BLOCK_N) - sums) * row_sums(apart, rules.BLOCK_N)
         line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
-        own = row_first + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-        gl.store(place.of_slopes_ptr + (line + own), of_slope, mask=own < band.q_end)
+        rows = place.of_slopes_ptr + (line + row_first + lanes)
+        gl.store(rows, found - row_sums(of_slope, rules.BLOCK_N), mask=inside)
     return dq, n
 
 

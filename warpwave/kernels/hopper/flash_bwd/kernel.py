@@ -179,11 +179,14 @@ def bias_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor |
 
 
 def with_slopes(problem: AttentionProblem, tensors: Tensors) -> Tensors:
-    """Returns the tensors of a call with memory for the parts of the gradient of ALiBi's slopes, if it has slopes."""
+    """Returns the tensors of a call with memory for the gradient of ALiBi's slopes, if it has slopes."""
     if problem.alibi_shape is None:
         return tensors
-    shape = (problem.batch, problem.num_heads_q, problem.seqlen_q)
-    return tensors._replace(of_slopes=torch.zeros(shape, dtype=torch.float32, device=tensors.dq.device))
+    shape, workspace = (problem.batch, problem.num_heads_q, problem.seqlen_q), tensors.workspace
+    if workspace.sums is None:
+        workspace = workspace._replace(sums=torch.empty_like(workspace.delta))
+    of_slopes = torch.zeros(shape, dtype=torch.float32, device=tensors.dq.device)
+    return tensors._replace(workspace=workspace, of_slopes=of_slopes)
 
 
 def slope_gradient(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor | None:

@@ -67,7 +67,7 @@ class Workspace(NamedTuple):
     k_parts: torch.Tensor | None
     v_parts: torch.Tensor | None
     dout_parts: torch.Tensor | None
-    sums: torch.Tensor | None
+    sums: torch.Tensor | None  # like delta: what dS of a row adds up to; in 16 bits for the gradient of slopes alone
     units: torch.Tensor | None
     centers: torch.Tensor | None
     maxima: torch.Tensor | None
@@ -299,7 +299,7 @@ def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> S
 
     def given(t: Tensors) -> tuple[Any, ...]:
         work = t.workspace
-        left = work.lse_log2, work.delta, work.turns, work.of_sinks
+        left = work.lse_log2, work.delta, work.sums, work.turns, work.of_sinks
         return t.out, t.dout, t.lse, t.dlse, t.operands.sinks, *left, *t.offsets
 
     return Step(

@@ -84,6 +84,7 @@ def statistics_kernel(
     sinks_ptr,
     lse_log2_ptr,
     delta_ptr,
+    sums_ptr,
     turns_ptr,
     of_sinks_ptr,
     strides_o: TokenStrides,
@@ -107,6 +108,7 @@ def statistics_kernel(
     """Computes the statistics of one tile of queries of one head, and zeroes its count of turns.
 
     Args:
+        sums_ptr: what dS of each row adds up to, stored if given, as the statistics are.
         of_sinks_ptr: (batch * num_heads, num_tiles): the contribution of the tile's rows to the gradient of their
             head's sink.
     """
@@ -126,11 +128,13 @@ def statistics_kernel(
     out = tl.load(out_ptr + rows[:, None] * strides_o.m + dims[None, :] * strides_o.d, mask=cells, other=0.0)
     dout = tl.load(dout_ptr + rows[:, None] * strides_g.m + dims[None, :] * strides_g.d, mask=cells, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    sums = tl.zeros([BLOCK_M], tl.float32)
     if dlse_ptr is not None:
         dlse = tl.load(
             dlse_ptr + item * stride_dlb + head * stride_dlh + rows * stride_dlm, mask=inside, other=0.0
         )  # fmt: skip
-        delta -= dlse.to(tl.float32)
+        sums += dlse.to(tl.float32)
+        delta -= sums
     lse = tl.load(lse_ptr + item * stride_lb + head * stride_lh + rows, mask=inside, other=float("-inf"))
     sees = lse != float("-inf")
     delta = tl.where(sees, delta, 0.0)
@@ -140,12 +144,15 @@ def statistics_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
         of_sink = tl.where(sees, -tl.exp(sink - tl.where(sees, lse, 0.0)) * delta, 0.0)
+        sums -= of_sink
         if dlse_ptr is not None:  # the log-sum-exp of a row that sees nothing is the sink's logit
             others = tile * BLOCK_M + lanes
             unseen = (others >= 0) & (others < num_queries) & ((others < q_begin) | (others >= q_end))
             beside = (begin + others).to(tl.int64) * stride_dlm
             of_sink += tl.load(dlse_ptr + item * stride_dlb + head * stride_dlh + beside, mask=unseen, other=0.0)
         tl.store(of_sinks_ptr + batch_head * num_tiles + place, tl.sum(of_sink, 0))
+    if sums_ptr is not None:
+        tl.store(sums_ptr + at, tl.where(sees, sums, 0.0))
     if turns_ptr is not None:
         tl.store(turns_ptr + batch_head * num_tiles + place, 0)
 

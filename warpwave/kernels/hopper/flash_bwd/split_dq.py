@@ -24,7 +24,7 @@ from typing import NamedTuple
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import key_of, of_call, of_head
 from warpwave.kernels.hopper.flash_bwd.band import Options, Rules, band_of, first_statistic, key_tiles, visible
-from warpwave.kernels.hopper.flash_bwd.dq import OfQueries, is_cut, statistic
+from warpwave.kernels.hopper.flash_bwd.dq import OfQueries, is_cut, row_sums, statistic
 from warpwave.kernels.hopper.flash_bwd.split_rows import OF_DQ, OF_DS, OF_SCORES, PARTS, ROWS
 from warpwave.kernels.hopper.flash_bwd.split_steps import (
     add_products,
@@ -90,9 +90,8 @@ class Tiles:
 
 
 class OfParts(NamedTuple):
-    """Sums of rows, units of tiles of queries, and centers of k (split_rows.py)."""
+    """Units of tiles of queries, and centers of k (split_rows.py)."""
 
-    sums_ptr: Pointer
     units_ptr: Pointer
     centers_ptr: Pointer
 
@@ -206,13 +205,16 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
         ds = gradient(signed(p, row_first, key_first, False, rules_of_head), y, delta, rules_of_head)
         if is_cut(row_first, key_first, band, rules):
             # Applied here and not to P: dP of hidden pairs may be NaN.
-            ds = gl.where(visible(ds, band, row_first, key_first, False, rules), ds, 0.0)
+            shown = visible(ds, band, row_first, key_first, False, rules)
+            ds = gl.where(shown, ds, 0.0)
+            if place.WRITE_DSLOPES:
+                p = gl.where(shown, p, 0.0)
         total = total + partial_sums(ds, ROWS)
         if place.WRITE_DSLOPES:
             rows, keys = places(ds, row_first, key_first, False)
             apart = gl.abs(rows + band.offset - keys).to(gl.float32)
             of_slope = of_slope + partial_sums(ds * apart, ROWS)
-            distance = distance + partial_sums(gl.where(ds == 0.0, 0.0, p * apart), ROWS)
+            distance = distance + partial_sums(p * apart, ROWS)
         ds, factor = scaled_rows(ds, exponent)
         dq = add_products(parts_of(ds), tiles.keys, n, dq, factor)
         hand_back_multiplied(tiles.keys, n)
@@ -220,21 +222,15 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     n = skip(tiles.keys, tiles.values, n, block_end - end)
     unit = power_of_two(gl.full([ROWS], 127 + gl.load(units + OF_DS).to(gl.int32), gl.int32, layout))
     lanes = gl.arange(0, ROWS, layout)
-    excess = row_sums(total) - gl.load(place.sums_ptr + (line + row + lanes), mask=lanes < rows_left, other=0.0)
+    excess = row_sums(total, ROWS) - gl.load(place.sums_ptr + (line + row + lanes), mask=lanes < rows_left, other=0.0)
     own_delta = place.delta_ptr + (line + row + lanes)
     gl.store(own_delta, gl.load(own_delta, mask=lanes < rows_left, other=0.0) + excess, mask=lanes < rows_left)
     if place.WRITE_DSLOPES:
         line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
         rows = row_first + lanes
-        of_slope = excess * row_sums(distance) - row_sums(of_slope)
+        of_slope = excess * row_sums(distance, ROWS) - row_sums(of_slope, ROWS)
         gl.store(place.of_slopes_ptr + (line + rows), of_slope * unit, mask=rows < band.q_end)
     return dq, excess * unit, n
-
-
-@jit
-def row_sums(partial):
-    """Returns the sums of rows from `partial_sums`, [64]."""
-    return gl.convert_layout(gl.sum(partial, axis=1), gl.SliceLayout(1, accumulator_layout(ROWS)))
 
 
 @jit

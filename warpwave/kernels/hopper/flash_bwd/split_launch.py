@@ -168,8 +168,8 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
     def beside(t: Tensors) -> tuple[Any, ...]:
         work = t.workspace
-        of_rows = (work.lse_log2, work.delta, t.dq, t.operands.alibi_slopes, t.of_slopes)
-        return *of_rows, *t.offsets, work.sums, work.units, work.centers, t.operands.dropout_seed
+        of_rows = (work.lse_log2, work.delta, work.sums, t.dq, t.operands.alibi_slopes, t.of_slopes)
+        return *of_rows, *t.offsets, work.units, work.centers, t.operands.dropout_seed
 
     plans, block_m = _plans(problem, _sources(tensors)), 2 * GROUP_ROWS
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
