@@ -41,7 +41,10 @@ def test_gradients_of_slopes_depend_on_differences_of_distances(
     operands = call.operands
     if operands.mask is not None:
         operands = operands._replace(mask=(torch.arange(FAR, device=DEVICE) < 20)[None, None, None])
-    call = call._replace(operands=operands._replace(alibi_slopes=torch.tensor([0.5, 0.125], device=DEVICE)))
+    slopes = torch.tensor([0.5, 0.125], device=DEVICE)
+    if distant == "sinks":  # as large as the scores of keys so far away
+        operands = operands._replace(sinks=-slopes * (FAR - 16))
+    call = call._replace(operands=operands._replace(alibi_slopes=slopes))
     if refuses(kernel, call, request):
         return
     dout, dlse = upstream(call)

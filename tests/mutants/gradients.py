@@ -8,6 +8,7 @@ from tests.mutants.mutant import EAGER, FLASH, Mutant
 DQ, DKV, DBIAS = (f"kernels/flash_bwd/{name}.py" for name in ("dq", "dkv", "dbias"))
 BACKWARD_TILES = "kernels/flash_bwd/tiles.py"
 BY_GATES = "../kernels/flash_bwd/test_gradients.py::"
+SLOPES = "test_slopes.py"
 BACKWARD = [
     Mutant(
         "gradients: nothing arrives at the log-sum-exp", DQ,
@@ -136,6 +137,16 @@ BACKWARD = [
         "gradients: a slope's distance without the offset of the keys", DQ,
         "tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :])", "tl.abs(rows[:, None] - keys[None, :])",
         f"{BY_GATES}test_pairs_of_features", "alibi and packed", "FAIL A peer rule of dalibi_slopes",
+    ),
+    Mutant(
+        "gradients: excess of dS times whole distances", DQ,
+        "excess * apart)", "0.0 * apart)",
+        SLOPES, "flash_fwd and mask", "Tensor-likes are not close",
+    ),
+    Mutant(
+        "gradients of slopes: sink left out of the sums of dS", DQ,
+        "excess -= of_sink", "excess -= 0.0 * of_sink",
+        SLOPES, "flash_fwd and sinks", "Tensor-likes are not close",
     ),
     Mutant(
         "gradients: of a bias for all batch items without the last item", DBIAS,

@@ -92,7 +92,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: nothing arrives at the log-sum-exp", ROWS,
-        "delta -= dlse.to(tl.float32)", "delta -= 0.0 * dlse.to(tl.float32)",
+        "delta -= sums", "delta -= 0.0 * sums",
         BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of dq",
     ),
     Mutant(
@@ -349,8 +349,20 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "slopes on Hopper: gradient with the other sign", APART_DQ,
-        "of_slope -= gl.sum(", "of_slope += gl.sum(",
+        "found - row_sums(of_slope", "found + row_sums(of_slope",
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_on_a_cpu", "", "FAIL A peer rule of dalibi_slopes",
+    ),
+    Mutant(
+        "slopes on Hopper: what dS of a row adds up to, with the other sign", APART_DQ,
+        "row_sums(excess, rules.BLOCK_N) - sums", "row_sums(excess, rules.BLOCK_N) + sums",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_of_distant_keys_on_a_cpu", "",
+        "Tensor-likes are not close",
+    ),
+    Mutant(
+        "slopes on Hopper: sink left out of the sums of dS", ROWS,
+        "sums -= of_sink", "sums -= 0.0 * of_sink",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_of_distant_keys_on_a_cpu", "sinks",
+        "Tensor-likes are not close",
     ),
     Mutant(
         "dK and dV apart: softcap's derivative not passed on", APART_DKV,

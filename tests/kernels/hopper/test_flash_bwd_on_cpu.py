@@ -566,7 +566,11 @@ def test_slopes_of_distant_keys_on_a_cpu(features: dict[str, Any]) -> None:
     """What dS of a row adds up to in excess is not multiplied by whole distances."""
     case = replace(SHORT, dtype="bfloat16", lengths=(16, 500), alibi="heads", causal="top_left", **features)
     call = cases.build(case, "normal", CPU)
-    call = call._replace(operands=call.operands._replace(alibi_slopes=torch.tensor([0.5, 0.125])))
+    slopes = torch.tensor([0.5, 0.125])
+    operands = call.operands._replace(alibi_slopes=slopes)
+    if operands.sinks is not None:  # as large as the scores of keys so far away
+        operands = operands._replace(sinks=-slopes * (500 - 16))
+    call = call._replace(operands=operands)
     g = torch.Generator().manual_seed(2)
     dout = torch.randn(call.operands.q.shape, generator=g).to(torch.bfloat16)
     dlse = torch.randn(oracle(call.problem, call.operands).lse.shape, generator=g)
