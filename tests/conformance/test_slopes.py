@@ -59,4 +59,5 @@ def test_gradients_of_slopes_depend_on_differences_of_distances(
         "eager", exact_call, dout.double(), None if dlse is None else dlse.double(), ("alibi_slopes",)
     ).dalibi_slopes
     assert found is not None and expected is not None
-    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-3, atol=2e-3)
+    # float32 rounds each row's sum of terms as large as the distances.
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-3, atol=2e-6 * FAR)

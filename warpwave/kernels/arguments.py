@@ -131,6 +131,12 @@ def token_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return (0, *tensor.stride())[-4:]
 
 
+def stride_unit(*tensors: torch.Tensor | None) -> int:
+    """Returns the largest power of two, up to 16, that divides every stride between rows, heads, and batches or pages
+    (`groups.InUnits`)."""
+    return math.gcd(16, *(stride for tensor in tensors if tensor is not None for stride in tensor.stride()[:-1]))
+
+
 def lse_strides(problem: AttentionProblem) -> tuple[int, int]:
     """Returns the strides of lse: (batch, head)."""
     rows = problem.total_q if problem.packed else problem.seqlen_q

@@ -33,6 +33,7 @@ from warpwave.kernels.arguments import (
     pair_group,
     score_rules,
     straightener,
+    stride_unit,
     token_strides,
     two_loops,
     window,
@@ -210,7 +211,7 @@ def specify(
     """
     out, (dq, dk, dv, dbias, _statistics, of_slopes, of_sinks) = results[0], outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
-    unit = stride_unit(operands, out, dout, outputs)
+    unit = stride_unit(*operands[:3], out, dout, *outputs[:3])
 
     def in_units(*rows: torch.Tensor | None) -> list[int]:
         """Returns the strides of tensors whose last stride is 1; of absent tensors, 0 in place of the others."""
@@ -319,12 +320,6 @@ def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]
     """Returns which of (dk, dv) each launch that owns keys writes."""
     each = [(dk, None), (None, dv)] if config.split_dkv else [(dk, dv)]
     return [pair for pair in each if pair != (None, None)]
-
-
-def stride_unit(operands: AnyOperands, out: torch.Tensor, dout: torch.Tensor, outputs: Outputs) -> int:
-    """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
-    tensors = [t for t in (*operands[:3], out, dout, *outputs[:3]) if t is not None]
-    return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
 
 
 def _constants(problem: AttentionProblem, gpu: Gpu, tile: Tile, owned: int, unit: int) -> dict[str, int | bool | str]:

@@ -15,7 +15,6 @@ fill the GPU. It adds to the ladder's tiled kernel the online softmax, and with 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -38,6 +37,7 @@ from warpwave.kernels.arguments import (
     pair_group,
     score_rules,
     straightener,
+    stride_unit,
     tile_widths,
     token_strides,
     two_loops,
@@ -431,7 +431,7 @@ def _specify(
         tensors=(*operands[:3], out, lse, *_others(operands)),
         scalars=_scalars(problem, operands, out, stride_kp, stride_vp),
         constants={
-            **_constants(problem, gpu, config, stride_unit(operands, out)),
+            **_constants(problem, gpu, config, stride_unit(*operands[:3], out)),
             "PAIR_GROUP": pair_group(*operands[3:5]),
         },
         # Fused multiply-adds are off in float32: the maximum times the scale must round like each score times the
@@ -465,7 +465,7 @@ def _scalars(
     problem: AttentionProblem, operands: AnyOperands, out: torch.Tensor, stride_kp: int, stride_vp: int
 ) -> list[int | float | None]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
-    unit = stride_unit(operands, out)
+    unit = stride_unit(*operands[:3], out)
     strides: list[int] = []
     for tensor in (*operands[:3], out):
         *outer, inner = token_strides(tensor)
@@ -489,11 +489,6 @@ def _scalars(
         # At most the number of heads: tiles times heads is a program id, which must not overflow.
         min(problem.batch * problem.num_heads_q, max(1, L2_BYTES // max(1, kv_bytes))),
     ]
-
-
-def stride_unit(operands: AnyOperands, out: torch.Tensor) -> int:
-    """Returns the largest power of two, up to 16, that divides every stride between rows, heads and batches."""
-    return math.gcd(16, *(stride for tensor in (*operands[:3], out) for stride in tensor.stride()[:-1]))
 
 
 def _constants(problem: AttentionProblem, gpu: Gpu, config: Config, unit: int) -> dict[str, int | bool | str]:

@@ -5,11 +5,12 @@ Bound: L2 and shared memory; see host.py.
 
 from __future__ import annotations
 
-from warpwave.kernels.groups import OfHeads, Pages, Partials, ScoreRules, Sequences, Tokens, Window
+from warpwave.kernels.groups import InUnits, OfHeads, Pages, Partials, ScoreRules, Sequences, Window
 from warpwave.kernels.paged_keys import cached_sequence, pages_of
 from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.primitives import (
     band_edges,
+    in_elements,
     load_tile,
     operand,
     packed_sequence,
@@ -35,10 +36,10 @@ def _load_piece(row_pointers, rows, row_begin, row_end, first, stride_d, WIDTH: 
 
 @jit(do_not_specialize=UNSPECIALIZED)
 def large_head_dim_kernel(
-    q_tensor: Tokens,
-    k_tensor: Tokens,
-    v_tensor: Tokens,
-    out_tensor: Tokens,
+    q_tensor: InUnits,
+    k_tensor: InUnits,
+    v_tensor: InUnits,
+    out_tensor: InUnits,
     lse_tensor: OfHeads,
     splits: Partials,
     rules: ScoreRules,
@@ -55,6 +56,7 @@ def large_head_dim_kernel(
     BLOCK_V: tl.constexpr,
     V_PIECES: tl.constexpr,
     V_PARTS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     HEADS: tl.constexpr,
@@ -70,6 +72,11 @@ def large_head_dim_kernel(
 
     A row is query `row // HEADS` of head `row % HEADS` of its unit. A unit is HEADS query heads that read one kv head.
     """
+    q_tensor = in_elements(q_tensor, STRIDE_UNIT)
+    k_tensor = in_elements(k_tensor, STRIDE_UNIT)
+    v_tensor = in_elements(v_tensor, STRIDE_UNIT)
+    out_tensor = in_elements(out_tensor, STRIDE_UNIT)
+
     # Position of this program -----------------------------------------------------------------------------------------
     pieces: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     num_tiles = tl.cdiv(sequences.seqlen_q * HEADS, BLOCK_M)

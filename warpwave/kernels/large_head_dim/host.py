@@ -38,6 +38,7 @@ from warpwave.kernels.arguments import (
     padded,
     score_rules,
     straightener,
+    stride_unit,
     token_strides,
     window,
 )
@@ -137,17 +138,16 @@ def _specify(
         return [latent.specify(problem, gpu, operands, arguments, config.num_splits), *merge]
     heads = heads_together(problem)
     units = problem.num_heads_q // heads
+    unit, strides = stride_unit(*operands[:3], out), list[int]()
+    for tensor in (*operands[:3], out):
+        *outer, inner = token_strides(tensor)  # of a pool of pages: page, token in the page, head, element
+        strides += (*(stride // unit for stride in outer), 1 if tensor is out else inner)
     attend = launch.Launch(
         kernel=large_head_dim_kernel,
         grid=_blocks(problem, config),
         tensors=(*operands[:3], out, lse, acc, state, *_beyond(operands)),
         scalars=[
-            *token_strides(operands.q),
-            # Axes of a pool of pages: (page, token in the page, head, element).
-            *token_strides(operands.k),
-            *token_strides(operands.v),
-            *token_strides(out)[:-1],
-            1,
+            *strides,
             *lse_strides(problem),
             config.num_splits,
             *score_rules(problem, *operands[3:6]),
@@ -161,7 +161,7 @@ def _specify(
             problem.num_heads_q // problem.num_heads_kv,
             problem.rows * problem.num_heads_q,
         ],
-        constants=_constants(problem, gpu, config, heads, operands),
+        constants=_constants(problem, gpu, config, heads, operands, unit),
         # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
         # probability is exactly 1.
         options={
@@ -196,7 +196,7 @@ def _pages(problem: AttentionProblem, operands: Any) -> tuple[int, int, int]:
 
 
 def _constants(
-    problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, operands: Any
+    problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, operands: Any, unit: int
 ) -> dict[str, int | bool | str]:
     """Returns the compile-time arguments of the kernel, by name."""
     block_v, v_pieces = columns_of(problem, config)
@@ -208,6 +208,7 @@ def _constants(
         "BLOCK_V": block_v,
         "V_PIECES": v_pieces,
         "V_PARTS": config.v_parts,
+        "STRIDE_UNIT": unit,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "HEADS": heads,

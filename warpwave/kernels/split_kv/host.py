@@ -19,7 +19,6 @@ even if queries alone do not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from warpwave.kernels.arguments import (
     padded,
     score_rules,
     straightener,
+    stride_unit,
     tile_widths,
     token_strides,
     window,
@@ -128,7 +128,7 @@ class Binder:
         assert (merge is not None) == (num_parts(config) > 1)
         # The arithmetic of float32 under an error budget depends on lengths, so only 16 bits have classes.
         if is_as_asked and problem.dtype != "float32" and straight is as_it_is:
-            unit = stride_unit(operands)
+            unit = stride_unit(*operands[:3])
             if _has_regular_strides(operands, unit):
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
@@ -351,7 +351,7 @@ def _scalars(
     Args:
         unit: the result of `stride_unit`, if it is known.
     """
-    unit = stride_unit(operands) if unit is None else unit
+    unit = stride_unit(*operands[:3]) if unit is None else unit
     paged = isinstance(operands, CachedOperands)
     strides: list[int] = []
     for tensor in operands[:3]:
@@ -378,15 +378,9 @@ def _scalars(
 
 def in_words(operands: Any) -> bool:
     """Returns whether two neighbors of the 8-bit numbers of every row of K and V are an aligned word."""
-    return stride_unit(operands) % 2 == 0 and all(
+    return stride_unit(*operands[:3]) % 2 == 0 and all(
         pool.stride(-1) == 1 and pool.shape[-1] % 2 == 0 and pool.data_ptr() % 16 == 0 for pool in operands[1:3]
     )
-
-
-def stride_unit(operands: Any) -> int:
-    """Returns the largest power of two, up to 16, that divides every stride between rows, heads, and batches or
-    pages."""
-    return math.gcd(16, *(stride for tensor in operands[:3] for stride in tensor.stride()[:-1]))
 
 
 def _constants(
@@ -403,7 +397,7 @@ def _constants(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "GROUP_SIZE": problem.num_heads_q // problem.num_heads_kv,
-        "STRIDE_UNIT": stride_unit(operands),
+        "STRIDE_UNIT": stride_unit(*operands[:3]),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": block_d,

@@ -85,7 +85,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             ]
     if max(problem.head_dim, problem.head_dim_v) > 256 and problem.seqlen_q <= FEW_QUERIES:
         rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
-        tiles, fewest = -(-rows // 64) * problem.batch * problem.num_heads_kv, 4 if rows <= 16 else 8
+        tiles, fewest = -(-rows // 64) * problem.batch * problem.num_heads_kv, 2 if rows <= 16 else 4
         # By the time model, not measured (record 2026-11-28-decode-above-256-predicted.json).
         if tiles < (gpu.num_sms or NUM_SMS) // fewest and reach(problem) >= MANY_KEYS:
             return [
