@@ -209,6 +209,10 @@ def test_pointers_where_maps_cannot_serve_or_were_not_ahead(change: dict[str, An
         ({"seqlen_k": 65536}, (64, 2, 32)),
         ({"batch": 12, "seqlen_k": 2048}, (64, 3, 1)),
         ({"batch": 20, "seqlen_k": 1024}, (64, 2, 1)),  # some SMs have two, smaller ones
+        ({"batch": 20, "seqlen_k": 8192}, (64, 2, 7)),  # long ones, which would end late
+        ({"batch": 20, "seqlen_k": 8128}, (64, 2, 1)),
+        ({"batch": 18, "seqlen_k": 8192}, (64, 2, 1)),
+        ({"batch": 25, "seqlen_k": 8192}, (64, 3, 1)),
         ({"batch": 32, "seqlen_k": 3000}, (64, 3, 1)),
         ({"seqlen_k": 1024}, (128, 1, 8)),  # shares of one step, or two
         ({"seqlen_k": 2048}, (128, 1, 8)),

@@ -109,15 +109,15 @@ ALONE, UNEVEN, FULL = 0.7, 1.5, 2.0
 FEW = 1 / 16  # so few that two blocks of splits per multiprocessor end sooner than one
 LONG = 1024  # fewest keys that were measured against other launches without small pages
 MOST_SHARES = 32  # most splits that merge at once
-# Beyond one tile per multiprocessor, long tiles are split so that blocks of several waves end together (record
-# 2026-11-28-h200-decode-splits.jsonl).
-EVEN_SHARES, LONG_STEPS = 5, 128
+# With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
+# blocks, several waves, end together (record 2026-11-28-h200-decode-splits.json).
+LATE, EVEN_SHARES, LONG_STEPS = 1.1, 7, 128
 
 
 def shares(tiles: int, longest: int, keys: int, sms: int) -> int:
     """Returns the number of splits for `tiles` tiles of rows, the longest of which has `longest` steps. There is at
     most one block per multiprocessor, two if tiles are few, and one for two multiprocessors if steps are long."""
-    if sms < tiles <= UNEVEN * sms and longest >= LONG_STEPS:
+    if LATE * sms < tiles <= UNEVEN * sms and longest >= LONG_STEPS:
         return EVEN_SHARES
     if keys > KEYS:
         most = sms // 2 // tiles

@@ -150,7 +150,9 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
         f"{longest} steps of {config.block_n} keys each: "
     )
     if config.roles:
-        return Splits(shares, f"{reason}{blocks * shares} blocks; one per SM nearly saturates memory")
+        blocks *= shares
+        why = "one per SM nearly saturates memory" if blocks <= 2 * sms else "in several waves they end together"
+        return Splits(shares, f"{reason}{blocks} blocks; {why}")
     steps, alone = (_steps(s, config.pieces, blocks, longest, sms, of) for s in (shares, 1))
     reason += f"about {steps:.0f} steps in total, including starts and merge"
     return Splits(shares, reason + (f"; with num_splits = 1, {alone:.0f}" if shares > 1 else ""))

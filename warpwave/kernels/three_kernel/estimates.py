@@ -8,7 +8,7 @@ not model a call's time; workbench/model/predict.py does.
     hopper   three_kernel's own launches: rounds of tiles of 128 x 256, each for the columns that it sums over.
     torch    three_kernel with torch's products: an even share of the work, whatever their tiles; all of K and V, which
              nothing hides there; and one more product for each kv head that query heads share, which fills less.
-    fused    large_head_dim: the work, at the rate of its tiles of 64 rows.
+    fused    large_head_dim: the work of whole tiles, at the rate of its tiles of 64 rows.
 
 None is faster than reading K and V. Holds no device code.
 """
@@ -52,7 +52,10 @@ def torch_us(problem: AttentionProblem, gpu: Gpu) -> float:
 
 def fused_us(problem: AttentionProblem) -> float:
     """Returns the time of large_head_dim."""
-    pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
+    rows = problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv
+    if rows > 16:
+        rows = -(-rows // 64) * 64
+    pairs = problem.batch * problem.num_heads_kv * rows * problem.seqlen_k
     return max(2 * pairs * (problem.head_dim + problem.head_dim_v) / FUSED_FLOPS_A_US, _reading_us(problem))
 
 

@@ -86,11 +86,11 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if max(problem.head_dim, problem.head_dim_v) > 256 and problem.seqlen_q <= FEW_QUERIES:
         rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
         tiles, fewest = -(-rows // 64) * problem.batch * problem.num_heads_kv, 2 if rows <= 16 else 4
-        # By the time model, not measured (record 2026-11-28-decode-above-256-predicted.json).
+        # Record 2026-11-28-h200-decode-above-256.json: about level at 80 and 128 tiles of at most 16 rows.
         if tiles < (gpu.num_sms or NUM_SMS) // fewest and reach(problem) >= MANY_KEYS:
             return [
                 f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim or "
-                "three_kernel is 1.3 to 43 x as fast, as predicted"
+                "three_kernel is 1.3 to 29 x as fast (H200)"
             ]
     if problem.dropout_p and max(problem.head_dim, problem.head_dim_v) <= 64:
         # 4 x 4096 causal, ms, this kernel / flash_fwd (record 2026-11-23-h200-dropout.json): 64 1.57 / 1.42, 128 0.87 /
