@@ -114,10 +114,11 @@ MOST_SHARES = 32  # most splits that merge at once
 LATE, EVEN_SHARES, LONG_STEPS = 1.1, 7, 128
 
 
-def shares(tiles: int, longest: int, keys: int, sms: int) -> int:
+def shares(problem: AttentionProblem, tiles: int, longest: int, keys: int, sms: int) -> int:
     """Returns the number of splits for `tiles` tiles of rows, the longest of which has `longest` steps. There is at
     most one block per multiprocessor, two if tiles are few, and one for two multiprocessors if steps are long."""
-    if LATE * sms < tiles <= UNEVEN * sms and longest >= LONG_STEPS:
+    # The longest sequence of a paged cache is a capacity, and short ones would pay for the merge.
+    if not problem.page_size and LATE * sms < tiles <= UNEVEN * sms and longest >= LONG_STEPS:
         return EVEN_SHARES
     if keys > KEYS:
         most = sms // 2 // tiles

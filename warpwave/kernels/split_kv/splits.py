@@ -168,7 +168,7 @@ def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns the number of splits."""
     sms, blocks, longest = _sizes(problem, gpu, config)
     if config.roles:
-        return few_rows.shares(blocks, longest, config.block_n, sms)
+        return few_rows.shares(problem, blocks, longest, config.block_n, sms)
     return _soonest(config.pieces, blocks, longest, sms, pace(problem, gpu, config, blocks <= FEW * sms))
 
 
