@@ -75,6 +75,9 @@ PROBLEM = AttentionProblem(
         ({"head_dim_v": 320}, H200, "hopper/flash_fwd"),
         ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 32768}, H200, "large_head_dim"),  # 4 tiles of rows, for 132 SMs
         ({"head_dim": 320, "seqlen_q": 32, "seqlen_k": 32768, "batch": 17}, H200, "hopper/flash_fwd"),  # 34 whole tiles
+        ({"head_dim": 320, "seqlen_q": 32, "seqlen_k": 32768, "batch": 16}, H200, "large_head_dim"),
+        ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 8192, "batch": 33}, H200, "hopper/flash_fwd"),
+        ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 8192, "batch": 32}, H200, "large_head_dim"),
         ({"head_dim": 320, "seqlen_q": 64, "seqlen_k": 32768}, H200, "hopper/flash_fwd"),
         ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 2047}, H200, "hopper/flash_fwd"),
         ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 32768, "window_size": (64, 0)}, H200, "hopper/flash_fwd"),

@@ -48,6 +48,9 @@ def test_gradients_of_slopes_depend_on_differences_of_distances(
     if refuses(kernel, call, request):
         return
     dout, dlse = upstream(call)
+    exact_dout = dout.double()
+    if distant == "blind rows":  # what arrives there has no effect
+        dout[:, : FAR - 16], exact_dout[:, : FAR - 16] = torch.nan, 0.0
     found = differentiate(kernel, call, dout, dlse, ("alibi_slopes",)).dalibi_slopes
     wide = {name: getattr(call.operands, name) for name in ("q", "k", "v", "alibi_slopes", "sinks")}
     wide = {name: t if t is None else t.double() for name, t in wide.items()}
@@ -56,7 +59,7 @@ def test_gradients_of_slopes_depend_on_differences_of_distances(
         options={**call.options, "precision": "default"},
     )  # fmt: skip
     expected = differentiate(
-        "eager", exact_call, dout.double(), None if dlse is None else dlse.double(), ("alibi_slopes",)
+        "eager", exact_call, exact_dout, None if dlse is None else dlse.double(), ("alibi_slopes",)
     ).dalibi_slopes
     assert found is not None and expected is not None
     # float32 rounds each row's sum of terms as large as the distances.

@@ -140,12 +140,12 @@ BACKWARD = [
     ),
     Mutant(
         "gradients: excess of dS times whole distances", DQ,
-        "excess * apart)", "0.0 * apart)",
+        "excess * p_distance)", "0.0 * p_distance)",
         SLOPES, "flash_fwd and mask", "Tensor-likes are not close",
     ),
     Mutant(
         "gradients of slopes: sink left out of the sums of dS", DQ,
-        "excess -= of_sink", "excess -= 0.0 * of_sink",
+        "ds_sum - of_sink", "ds_sum - 0.0 * of_sink",
         SLOPES, "flash_fwd and sinks", "Tensor-likes are not close",
     ),
     Mutant(

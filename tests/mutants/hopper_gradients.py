@@ -354,7 +354,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "slopes on Hopper: what dS of a row adds up to, with the other sign", APART_DQ,
-        "row_sums(excess, rules.BLOCK_N) - sums", "row_sums(excess, rules.BLOCK_N) + sums",
+        "row_sums(ds_sum, rules.BLOCK_N) - sums", "row_sums(ds_sum, rules.BLOCK_N) + sums",
         "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_of_distant_keys_on_a_cpu", "",
         "Tensor-likes are not close",
     ),

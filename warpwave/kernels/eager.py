@@ -382,7 +382,7 @@ def _attend_backward(
     shift = torch.where(lse == NEG_INF, 0.0, lse)  # a row that saw nothing has only probabilities exp(-inf) = 0
     if grads.sinks is not None and views.sinks is not None:
         grads.sinks -= (torch.exp(views.sinks - shift) * delta).sum((0, -1), keepdim=True)
-    ds_sums, distances = torch.zeros_like(delta), torch.zeros_like(delta)  # of a row; the latter weighted by P
+    ds_sum, p_distance = torch.zeros_like(delta), torch.zeros_like(delta)  # of a row: dS, and P times the distance
 
     for tile in _tiles(band, block, views.k.shape[-2], block_n):
         scores, squashed = _scores(problem, views, tile, band)
@@ -402,8 +402,8 @@ def _attend_backward(
         if grads.slopes is not None:
             distance = _alibi_distance(views, tile)
             grads.slopes -= (ds * distance).sum_to_size(grads.slopes.shape)
-            ds_sums += ds.sum(-1)
-            distances += (p * distance).sum(-1)
+            ds_sum += ds.sum(-1)
+            p_distance += (p * distance).sum(-1)
         if squashed is not None:  # NaN where a score is hidden
             ds = torch.where(scores == NEG_INF, 0.0, ds * (1 - squashed * squashed))
         # The scale is applied after the products: before, it would push a small ds out of the range of 16 bits.
@@ -414,12 +414,12 @@ def _attend_backward(
             dk = product(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
             grads.k[..., tile.keys, :] += dk * problem.softmax_scale
     if grads.slopes is not None:
-        # out is rounded, so a row of dS does not add up to what the sink and the log-sum-exp leave. The excess would be
+        # out is rounded, so a row of dS does not add up to its exact sum, dLSE + P(sink) * delta. The excess would be
         # multiplied by whole distances, which may exceed their differences by far.
-        excess = ds_sums if dlse is None else ds_sums - dlse[..., block]
+        excess = ds_sum if dlse is None else ds_sum - dlse[..., block]
         if views.sinks is not None:
             excess = excess - torch.exp(views.sinks - shift) * delta
-        of_rows = torch.where(distances == 0, 0.0, excess * distances).sum(-1)
+        of_rows = torch.where(p_distance == 0, 0.0, excess * p_distance).sum(-1)
         grads.slopes += of_rows.sum_to_size(grads.slopes.shape[:3])[..., None, None]
 
 

@@ -71,6 +71,8 @@ def on_cpu(
         tensors = hidden.without_unseen(tensors)
     if more:
         tensors = kernel.with_slopes(problem, tensors)
+        if tensors.workspace.sums is not None and problem.dtype != "float32":
+            tensors.workspace.sums.fill_(torch.nan)
     if tensors.dbias is not None and not problem.has_band and problem.mask_shape is None:
         tensors.dbias.fill_(torch.nan)
     for step in flash_bwd.specify(problem, H200, tensors, of):
@@ -578,3 +580,24 @@ def test_slopes_of_distant_keys_on_a_cpu(features: dict[str, Any]) -> None:
     expected = backward_references(call.problem, call.operands, dout, dlse).exact.dalibi_slopes
     assert found is not None and expected is not None
     torch.testing.assert_close(found.double(), expected.double(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"causal": "bottom_right", "lengths": (183, 100), "dtype": "bfloat16"},
+        {"window": (60, 5), "lengths": (300, 150), "dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_nan_that_arrives_at_rows_that_see_nothing_stays_there(features: dict[str, Any]) -> None:
+    """With dropout, tiles begin before the first query that sees a key; with a sink, its log-sum-exp is finite."""
+    case = replace(SHORT, heads=(2, 2), dims=(64, 64), sinks=True, alibi="heads", dropout=0.25, lse=False, **features)
+    call = cases.build(case, "normal", CPU)
+    q = call.operands.q
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(2)).to(q.dtype)
+    unseen = ~torch.stack(harness.visible(call)).any(-1).transpose(1, 2)
+    assert unseen.any()
+    expected = on_cpu(call, torch.where(unseen[..., None], 0.0, dout), None, -1, more=True)
+    got = on_cpu(call, torch.where(unseen[..., None], torch.nan, dout), None, -1, more=True)
+    assert harness.bits(*got) == harness.bits(*expected)

@@ -200,8 +200,8 @@ def flash_bwd_dq_kernel(
     v_pointers = pointers_of(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
     dq = zeros(BLOCK_M, dims)  # of [BLOCK_M, BLOCK_D]
     of_slope = tl.zeros([BLOCK_M], tl.float32)
-    excess = of_slope  # sums of dS, and of P times the distance, for `of_slope`
-    apart = of_slope
+    ds_sum = of_slope
+    p_distance = of_slope  # sums of P times the distance
     # Walk 2 repeats walk 1 if dq has a NaN, perhaps of a key that no query of its tile sees, and has no steps otherwise
     # (flash_fwd).
     MAY_REPEAT: tl.constexpr = WRITE_DQ and (rules.HAS_MASK or rules.HAS_BIAS)
@@ -259,8 +259,8 @@ def flash_bwd_dq_kernel(
                     if WRITE_DSLOPES and WALK == 1:
                         distance = tl.abs(rows[:, None] + (seqlen_k - seqlen_q) - keys[None, :]).to(tl.float32)
                         of_slope -= tl.sum(ds * distance, 1)
-                        excess += tl.sum(ds, 1)
-                        apart += tl.sum(p * distance, 1)
+                        ds_sum += tl.sum(ds, 1)
+                        p_distance += tl.sum(p * distance, 1)
                     if WRITE_DQ:
                         ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
                         if WALK == 2:
@@ -284,12 +284,12 @@ def flash_bwd_dq_kernel(
     if WRITE_DSINKS:
         tl.store(of_sinks_ptr + part, -tl.sum(of_sink, 0))
     if WRITE_DSLOPES:
-        # out is rounded, so a row of dS does not add up to what the sink and the log-sum-exp leave. The excess would
-        # be multiplied by whole distances, which may exceed their differences by far.
-        excess -= of_sink
+        # out is rounded, so a row of dS does not add up to its exact sum, dLSE + P(sink) * delta. The excess would be
+        # multiplied by whole distances, which may exceed their differences by far.
+        excess = ds_sum - of_sink
         if HAS_DLSE:
             excess -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)
-        of_slope += tl.where(apart == 0.0, 0.0, excess * apart)
+        of_slope += tl.where(p_distance == 0.0, 0.0, excess * p_distance)
         tl.store(of_slopes_ptr + part, tl.sum(of_slope, 0))
     if WRITE_DQ:
         # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.

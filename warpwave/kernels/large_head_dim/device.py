@@ -57,6 +57,7 @@ def large_head_dim_kernel(
     V_PIECES: tl.constexpr,
     V_PARTS: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    STRIDE_UNIT_V: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     HEADS: tl.constexpr,
@@ -74,8 +75,8 @@ def large_head_dim_kernel(
     """
     q_tensor = in_elements(q_tensor, STRIDE_UNIT)
     k_tensor = in_elements(k_tensor, STRIDE_UNIT)
-    v_tensor = in_elements(v_tensor, STRIDE_UNIT)
-    out_tensor = in_elements(out_tensor, STRIDE_UNIT)
+    v_tensor = in_elements(v_tensor, STRIDE_UNIT_V)
+    out_tensor = in_elements(out_tensor, STRIDE_UNIT_V)
 
     # Position of this program -----------------------------------------------------------------------------------------
     pieces: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D

@@ -138,10 +138,13 @@ def _specify(
         return [latent.specify(problem, gpu, operands, arguments, config.num_splits), *merge]
     heads = heads_together(problem)
     units = problem.num_heads_q // heads
-    unit, strides = stride_unit(*operands[:3], out), list[int]()
-    for tensor in (*operands[:3], out):
+    # v may have another width than k, so its rows begin at other multiples.
+    unit, unit_v = stride_unit(*operands[:2]), stride_unit(operands.v, out)
+    strides: list[int] = []
+    for tensor, its_unit in zip((*operands[:3], out), (unit, unit, unit_v, unit_v), strict=True):
         *outer, inner = token_strides(tensor)  # of a pool of pages: page, token in the page, head, element
-        strides += (*(stride // unit for stride in outer), 1 if tensor is out else inner)
+        strides += (*(stride // its_unit for stride in outer), inner)
+    strides[-1] = 1  # elements of out are adjacent
     attend = launch.Launch(
         kernel=large_head_dim_kernel,
         grid=_blocks(problem, config),
@@ -161,7 +164,11 @@ def _specify(
             problem.num_heads_q // problem.num_heads_kv,
             problem.rows * problem.num_heads_q,
         ],
-        constants=_constants(problem, gpu, config, heads, operands, unit),
+        constants={
+            **_constants(problem, gpu, config, heads, operands),
+            "STRIDE_UNIT": unit,
+            "STRIDE_UNIT_V": unit_v,
+        },
         # No fused multiply-adds: a score must be the same number as the maximum and as the minuend, so that the largest
         # probability is exactly 1.
         options={
@@ -196,7 +203,7 @@ def _pages(problem: AttentionProblem, operands: Any) -> tuple[int, int, int]:
 
 
 def _constants(
-    problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, operands: Any, unit: int
+    problem: AttentionProblem, gpu: Gpu, config: Config, heads: int, operands: Any
 ) -> dict[str, int | bool | str]:
     """Returns the compile-time arguments of the kernel, by name."""
     block_v, v_pieces = columns_of(problem, config)
@@ -208,7 +215,6 @@ def _constants(
         "BLOCK_V": block_v,
         "V_PIECES": v_pieces,
         "V_PARTS": config.v_parts,
-        "STRIDE_UNIT": unit,
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "HEADS": heads,

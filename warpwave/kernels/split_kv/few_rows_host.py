@@ -103,8 +103,8 @@ def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[Map
     return of_k, of_v
 
 
-# Measured on an H200 (2026-11-22-h200-split-kv-roles.log), in tiles of rows per multiprocessor: each tile has its own
-# block from ALONE on. Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
+# Measured on an H200 (2026-11-22-h200-split-kv-roles.log), in tiles of rows per multiprocessor: a tile is one block
+# from ALONE on, unless it would end late. Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
 ALONE, UNEVEN, FULL = 0.7, 1.5, 2.0
 FEW = 1 / 16  # so few that two blocks of splits per multiprocessor end sooner than one
 LONG = 1024  # fewest keys that were measured against other launches without small pages
@@ -116,7 +116,8 @@ LATE, EVEN_SHARES, LONG_STEPS = 1.1, 7, 128
 
 def shares(problem: AttentionProblem, tiles: int, longest: int, keys: int, sms: int) -> int:
     """Returns the number of splits for `tiles` tiles of rows, the longest of which has `longest` steps. There is at
-    most one block per multiprocessor, two if tiles are few, and one for two multiprocessors if steps are long."""
+    most one block per multiprocessor, two if tiles are few, and one for two multiprocessors if steps are long; more
+    only where tiles would end late."""
     # The longest sequence of a paged cache is a capacity, and short ones would pay for the merge.
     if not problem.page_size and LATE * sms < tiles <= UNEVEN * sms and longest >= LONG_STEPS:
         return EVEN_SHARES

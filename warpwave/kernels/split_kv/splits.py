@@ -151,7 +151,9 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     )
     if config.roles:
         blocks *= shares
-        why = "one per SM nearly saturates memory" if blocks <= 2 * sms else "in several waves they end together"
+        why = "one per SM nearly saturates memory"
+        if shares > 1 and blocks > of.places:
+            why = f"in {blocks / of.places:.1f} waves they end together"
         return Splits(shares, f"{reason}{blocks} blocks; {why}")
     steps, alone = (_steps(s, config.pieces, blocks, longest, sms, of) for s in (shares, 1))
     reason += f"about {steps:.0f} steps in total, including starts and merge"

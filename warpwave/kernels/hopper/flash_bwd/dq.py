@@ -100,7 +100,7 @@ class OfQueries(NamedTuple):
 
     Attributes:
         lse_ptr, delta_ptr: statistics (rows.py).
-        sums_ptr: what dS of each row adds up to, laid out as they are; given if WRITE_DSLOPES.
+        sums_ptr: the exact sum of dS of each row, laid out as they are; given if WRITE_DSLOPES.
         dq_ptr: dQ, with strides of batch, head and row.
         alibi_slopes_ptr: ALiBi's slopes, (batch, head).
         of_slopes_ptr: each query's contribution to the gradient of its head's ALiBi slope, (batch, head, query) of the
@@ -278,8 +278,8 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
     x = warpgroup_mma_wait(0, deps=[s])
     takes_ds: gl.constexpr = len(tiles.bias.gradient_maps) > 0 or place.WRITE_DSLOPES  # before the softcap
     of_slope = partial_sums(zero, rules.BLOCK_N)
-    excess = of_slope  # sums of dS, and of P times the distance
-    apart = of_slope
+    ds_sum = of_slope
+    p_distance = of_slope  # sums of P times the distance
     lines = mask_lines(mask, work, row_first, work.seqlen_q, rules.BLOCK_N, rules)
     for j in range(begin, end):
         key_first = band.k_begin + j * rules.BLOCK_N
@@ -310,8 +310,8 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
             rows, keys = places(ds, row_first, key_first, False)
             distance = gl.abs(rows + band.offset - keys).to(gl.float32)
             of_slope = of_slope + partial_sums(ds * distance, rules.BLOCK_N)
-            excess = excess + partial_sums(ds, rules.BLOCK_N)
-            apart = apart + partial_sums(p * distance, rules.BLOCK_N)
+            ds_sum = ds_sum + partial_sums(ds, rules.BLOCK_N)
+            p_distance = p_distance + partial_sums(p * distance, rules.BLOCK_N)
         if rules.HAS_SOFTCAP and takes_ds:  # the softcap's derivative of hidden pairs may be NaN
             ds = gl.where(p == 0.0, 0.0, ds * cap)
         pending = values_async(operand(ds, tiles.keys), tiles.keys, n, dq)
@@ -330,12 +330,13 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
         n += 1
     n = skip(tiles.keys, tiles.values, n, block_end - end)
     if place.WRITE_DSLOPES:
-        # out is rounded, so a row of dS does not add up to what it should. The excess would be multiplied by whole
+        # out is rounded, so a row of dS does not add up to its exact sum. The excess would be multiplied by whole
         # distances, which may exceed their differences by far.
         lanes = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
         inside = lanes < band.q_end - row_first
         sums = gl.load(place.sums_ptr + first + lanes, mask=inside, other=0.0)
-        found = (row_sums(excess, rules.BLOCK_N) - sums) * row_sums(apart, rules.BLOCK_N)
+        excess = row_sums(ds_sum, rules.BLOCK_N) - sums
+        found = excess * row_sums(p_distance, rules.BLOCK_N)
         line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
         rows = place.of_slopes_ptr + (line + row_first + lanes)
         gl.store(rows, found - row_sums(of_slope, rules.BLOCK_N), mask=inside)

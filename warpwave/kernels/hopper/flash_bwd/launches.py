@@ -67,7 +67,7 @@ class Workspace(NamedTuple):
     k_parts: torch.Tensor | None
     v_parts: torch.Tensor | None
     dout_parts: torch.Tensor | None
-    sums: torch.Tensor | None  # like delta: what dS of a row adds up to; in 16 bits for the gradient of slopes alone
+    sums: torch.Tensor | None  # the exact sums of dS (rows.py); in 16 bits only if the gradient of slopes is wanted
     units: torch.Tensor | None
     centers: torch.Tensor | None
     maxima: torch.Tensor | None

@@ -1,9 +1,10 @@
 """The launches before and after Hopper's backward, on rows of queries: statistics, and dQ from its float32 sums.
 
-Statistics of a row, float32: its log-sum-exp in bits, +inf where the row sees nothing, and
-delta = rowsum(dO * O) - dLSE. They lie in whole tiles, so that TMA copies them: row r of tile t of a sequence is query
-`q_begin + t * BLOCK_M + r`, where q_begin is the first query that sees a key (band.Band), rounded down to ALIGN. In a
-packed call, tiles of sequence b begin at tile `cu_seqlens_q[b] // BLOCK_M + b`, as in `scheduler.packed_tile`.
+Statistics of a row, float32: its log-sum-exp in bits, +inf where the row sees nothing, and delta = rowsum(dO * O) -
+dLSE; on request also the exact sum of its dS. They lie in whole tiles, so that TMA copies them: row r of tile t of a
+sequence is query `q_begin + t * BLOCK_M + r`, where q_begin is the first query that sees a key (band.Band), rounded
+down to ALIGN. In a packed call, tiles of sequence b begin at tile `cu_seqlens_q[b] // BLOCK_M + b`, as in
+`scheduler.packed_tile`.
 
 Bound: memory.
 """
@@ -40,8 +41,8 @@ def _clamped(cu_seqlens_ptr, b, total):
 @jit
 def place_of(place, sequences: Sequences, batch, window: Window, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr):
     """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
-    see a key, [q_begin, q_end), the tile's number in the sequence, negative if it belongs to none, and the number of
-    the packed sequence."""
+    see a key, [q_begin, q_end), the tile's number in the sequence, negative if it belongs to none, the number of the
+    packed sequence, and q_begin before it is rounded down to ALIGN."""
     begin = 0
     item = 0
     tile = place
@@ -70,9 +71,10 @@ def place_of(place, sequences: Sequences, batch, window: Window, BLOCK_M: tl.con
         q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window.left), q_begin)
     if window.HAS_LOW and window.TOP_LEFT:  # as in band.band_of
         q_end = tl.where(seqlen_k - seqlen_q - window.left > high, q_begin, q_end)
+    q_seen = q_begin
     q_begin = q_begin // ALIGN * ALIGN
     q_end = tl.where(seqlen_k > 0, q_end, q_begin)
-    return begin, seqlen_q, q_begin, q_end, tile, item
+    return begin, seqlen_q, q_begin, q_end, tile, item, q_seen
 
 
 @jit(do_not_specialize=UNSPECIALIZED)
@@ -108,7 +110,7 @@ def statistics_kernel(
     """Computes the statistics of one tile of queries of one head, and zeroes its count of turns.
 
     Args:
-        sums_ptr: what dS of each row adds up to, stored if given, as the statistics are.
+        sums_ptr: the exact sum of dS of each row, dLSE + P(sink) * delta, stored if given, as the statistics are.
         of_sinks_ptr: (batch * num_heads, num_tiles): the contribution of the tile's rows to the gradient of their
             head's sink.
     """
@@ -116,13 +118,14 @@ def statistics_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, num_queries, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
+    begin, num_queries, q_begin, q_end, tile, _, q_seen = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = q_begin + tile * BLOCK_M
     lanes = tl.arange(0, BLOCK_M)
     inside = (first + lanes < q_end) & (tile >= 0)
     rows = (begin + first + lanes).to(tl.int64)
     dims = tl.arange(0, WIDTH_V)
-    cells = inside[:, None] & (dims < HEAD_DIM_V)[None, :]
+    # What arrives at a query that sees nothing must have no effect, NaN included.
+    cells = (inside & (first + lanes >= q_seen))[:, None] & (dims < HEAD_DIM_V)[None, :]
     out_ptr += item * strides_o.b + head * strides_o.h
     dout_ptr += item * strides_g.b + head * strides_g.h
     out = tl.load(out_ptr + rows[:, None] * strides_o.m + dims[None, :] * strides_o.d, mask=cells, other=0.0)
@@ -182,7 +185,7 @@ def finish_dq_kernel(
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
     item = batch_head // num_heads
-    begin, _, q_begin, q_end, tile, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
+    begin, _, q_begin, q_end, tile, _, _ = place_of(place, sequences, batch, window, BLOCK_M, ALIGN)
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # The shares of two groups: side by side in a tile of 64 queries, one below the other in a tile of 128.
     ACROSS: tl.constexpr = 128 // BLOCK_M

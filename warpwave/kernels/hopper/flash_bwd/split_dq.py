@@ -192,7 +192,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     none = gl.to_tensor(0)
     total = partial_sums(zero_accumulator(ROWS), ROWS)  # of dS; of the others for the slopes
     of_slope = total
-    distance = total
+    p_distance = total
     n = skip(tiles.keys, tiles.values, n, begin - block_begin)
     for j in range(begin, end):
         key_first = band.k_begin + j * ROWS
@@ -212,9 +212,9 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
         total = total + partial_sums(ds, ROWS)
         if place.WRITE_DSLOPES:
             rows, keys = places(ds, row_first, key_first, False)
-            apart = gl.abs(rows + band.offset - keys).to(gl.float32)
-            of_slope = of_slope + partial_sums(ds * apart, ROWS)
-            distance = distance + partial_sums(p * apart, ROWS)
+            distance = gl.abs(rows + band.offset - keys).to(gl.float32)
+            of_slope = of_slope + partial_sums(ds * distance, ROWS)
+            p_distance = p_distance + partial_sums(p * distance, ROWS)
         ds, factor = scaled_rows(ds, exponent)
         dq = add_products(parts_of(ds), tiles.keys, n, dq, factor)
         hand_back_multiplied(tiles.keys, n)
@@ -228,7 +228,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     if place.WRITE_DSLOPES:
         line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
         rows = row_first + lanes
-        of_slope = excess * row_sums(distance, ROWS) - row_sums(of_slope, ROWS)
+        of_slope = excess * row_sums(p_distance, ROWS) - row_sums(of_slope, ROWS)
         gl.store(place.of_slopes_ptr + (line + rows), of_slope * unit, mask=rows < band.q_end)
     return dq, excess * unit, n
 

@@ -170,7 +170,7 @@ def split_rows_kernel(
         pid -= 2 * of_keys
         place, batch_head = pid % tiles_q, pid // tiles_q
         head = batch_head % num_heads_q
-        begin, _, q_begin, q_end, tile, item = place_of(place, sequences, batch, window, ROWS, ALIGN)
+        begin, _, q_begin, q_end, tile, item, _ = place_of(place, sequences, batch, window, ROWS, ALIGN)
         line = head.to(tl.int64) * lse_tensor.stride_h
         if not sequences.IS_VARLEN:
             item = batch_head // num_heads_q
