@@ -1,6 +1,7 @@
-"""Gradients of ALiBi's slopes where all visible keys are far away, by the kernel of the forward.
+"""Gradients of ALiBi's slopes where all visible keys are far away, and beside NaN, by the kernel of the forward.
 
-A row of dS adds up to 0, but out is rounded, and what it then adds up to must not be multiplied by whole distances.
+The exact dS of a row add up to a known number. out is rounded, and what the computed dS add up to in excess must not be
+multiplied by whole distances.
 """
 
 from __future__ import annotations

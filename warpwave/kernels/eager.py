@@ -414,8 +414,8 @@ def _attend_backward(
             dk = product(_operand(ds, q_heads).flatten(2, 3).transpose(-1, -2), q_heads)
             grads.k[..., tile.keys, :] += dk * problem.softmax_scale
     if grads.slopes is not None:
-        # out is rounded, so a row of dS does not add up to its exact sum, dLSE + P(sink) * delta. The excess would be
-        # multiplied by whole distances, which may exceed their differences by far.
+        # out is rounded, so the computed dS of a row do not add up to the exact sum, dLSE + P(sink) * delta. The excess
+        # would be multiplied by whole distances, which may exceed their differences by far.
         excess = ds_sum if dlse is None else ds_sum - dlse[..., block]
         if views.sinks is not None:
             excess = excess - torch.exp(views.sinks - shift) * delta

@@ -284,8 +284,8 @@ def flash_bwd_dq_kernel(
     if WRITE_DSINKS:
         tl.store(of_sinks_ptr + part, -tl.sum(of_sink, 0))
     if WRITE_DSLOPES:
-        # out is rounded, so a row of dS does not add up to its exact sum, dLSE + P(sink) * delta. The excess would be
-        # multiplied by whole distances, which may exceed their differences by far.
+        # out is rounded, so the computed dS of a row do not add up to the exact sum, dLSE + P(sink) * delta. The excess
+        # would be multiplied by whole distances, which may exceed their differences by far.
         excess = ds_sum - of_sink
         if HAS_DLSE:
             excess -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)

@@ -54,7 +54,7 @@ def torch_us(problem: AttentionProblem, gpu: Gpu) -> float:
 def fused_us(problem: AttentionProblem) -> float:
     """Returns the time of large_head_dim."""
     rows = problem.seqlen_q * problem.num_heads_q // problem.num_heads_kv
-    if rows > 16:
+    if rows > 16:  # at most 16 rows have tiles of their own
         rows = -(-rows // 64) * 64
     pairs = problem.batch * problem.num_heads_kv * rows * problem.seqlen_k
     return max(2 * pairs * (problem.head_dim + problem.head_dim_v) / FUSED_FLOPS_A_US, _reading_us(problem))

@@ -330,16 +330,16 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
         n += 1
     n = skip(tiles.keys, tiles.values, n, block_end - end)
     if place.WRITE_DSLOPES:
-        # out is rounded, so a row of dS does not add up to its exact sum. The excess would be multiplied by whole
-        # distances, which may exceed their differences by far.
+        # out is rounded, so the computed dS of a row do not add up to the exact sum. The excess would be multiplied by
+        # whole distances, which may exceed their differences by far.
         lanes = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
         inside = lanes < band.q_end - row_first
         sums = gl.load(place.sums_ptr + first + lanes, mask=inside, other=0.0)
         excess = row_sums(ds_sum, rules.BLOCK_N) - sums
         found = excess * row_sums(p_distance, rules.BLOCK_N)
         line = (work.batch * place.num_heads + work.head).to(gl.int64) * place.longest
-        rows = place.of_slopes_ptr + (line + row_first + lanes)
-        gl.store(rows, found - row_sums(of_slope, rules.BLOCK_N), mask=inside)
+        pointers = place.of_slopes_ptr + (line + row_first + lanes)
+        gl.store(pointers, found - row_sums(of_slope, rules.BLOCK_N), mask=inside)
     return dq, n
 
 
