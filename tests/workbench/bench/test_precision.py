@@ -48,3 +48,16 @@ def test_rows_and_plot_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("matplotlib")
     write_plot(rows, tmp_path / "rows.svg")
     assert "relative RMS error" in (tmp_path / "rows.svg").read_text()
+
+
+def test_rows_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(device: torch.device):  # type: ignore[no-untyped-def]
+        yield "normal", tuple(torch.randn(1, 64, 1, 32).bfloat16() for _ in range(3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(precision, "inputs", interrupted)
+    out = tmp_path / "rows.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        main(out=out, rounds=1, only="int8", device="cpu", json_output=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["way"] for row in rows] == [way for way in WAYS if "int8" in way]

@@ -171,22 +171,36 @@ def table(rows: Sequence[Row]) -> Table:
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Draws error against time, one panel for each kind of data. A line joins the ways that no other way beats in
-    both."""
+    both. A color stands for a dtype and a granularity, a marker for the other options."""
     import matplotlib.pyplot as plt
 
     kinds = list(dict.fromkeys(row.data for row in rows))
-    figure, panels = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), squeeze=False, sharey=True)
+    figure, panels = plt.subplots(1, len(kinds), figsize=(4 * len(kinds) + 3, 4), squeeze=False, sharey=True)
+    ways = list(dict.fromkeys(row.way for row in rows))
+    members: dict[str, list[str]] = {}
+    for way in ways:
+        members.setdefault(", ".join(way.split(", ")[:2]), []).append(way)
+    styles = {
+        way: {"color": f"C{color}", "marker": "os^Dv"[shape]}
+        for color, group in enumerate(members.values())
+        for shape, way in enumerate(group)
+    }
     for panel, kind in zip(panels[0], kinds, strict=True):
         points = sorted((r.attention_us or 0.0, r.relative_rms, r.way) for r in rows if r.data == kind)
         front = pareto(points)
         panel.plot([us for us, *_ in front], [error for _, error, _ in front], color="0.6", zorder=0)
         for us, error, way in points:
-            panel.scatter(us, error, s=18)
-            panel.annotate(way, (us, error), fontsize=6, xytext=(3, 3), textcoords="offset points")
+            panel.scatter(us, error, s=30, alpha=0.8, label=way, **styles[way])
         panel.set(title=kind, xlabel="attention, us", yscale="log")
     panels[0][0].set_ylabel("relative RMS error")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    in_order = sorted(zip(labels, handles, strict=True), key=lambda pair: ways.index(pair[0]))
     figure.tight_layout()
-    figure.savefig(path)
+    figure.legend(
+        [handle for _, handle in in_order], [way for way, _ in in_order], fontsize=7, loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+    )  # fmt: skip
+    figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -218,13 +232,14 @@ def main(*, out: Path | None, rounds: int, only: str, device: str | None, json_o
     for data, (q, k, v) in inputs(place):
         found = measure(data, q, k, v, rounds, only)
         rows += found
-        if not json_output:
+        lines = "\n".join(json.dumps(asdict(row)) for row in found)
+        if json_output:
+            say(lines)
+        else:
             print_table(table(found))
-    lines = [json.dumps(asdict(row)) for row in rows]
-    if json_output:
-        say("\n".join(lines))
-    if out is not None:
-        out.write_text("\n".join(lines) + "\n")
-        if place.type == "cuda":
-            write_plot(rows, out.with_suffix(".svg"))
+        if out is not None:
+            with out.open("a") as file:  # what is measured survives an interruption
+                file.write(lines + "\n")
+    if out is not None and place.type == "cuda":
+        write_plot(rows, out.with_suffix(".svg"))
     return 0
