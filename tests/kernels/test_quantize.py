@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from warpwave.kernels.quantize_tensor import (
     by_torch,
     by_triton,
     has_launch,
+    prepare,
     rotated,
     rotation_block,
     rotation_signs,
@@ -59,7 +62,9 @@ def test_the_launch_agrees_with_torch(
     if dtype != torch.int8 and reasons.of_float8(current_gpu(x.device)):
         pytest.skip("this GPU has no float8")
     counts = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
-    (ours, factor), (expected, expected_factor) = by_triton(source, counts[0]), by_torch(source, counts[1])
+    counted = counts if percentile < 1 else [None, None]
+    ours, factor = by_triton(source, counted[0])(x, mean, offsets, counted[0])
+    expected, expected_factor = by_torch(source, counted[1])
     assert factor.shape == expected_factor.shape
     torch.testing.assert_close(factor, expected_factor, rtol=1e-6 if rotate else 0, atol=0)
     differ = ours.float() != expected.float()
@@ -77,7 +82,7 @@ def test_float8_on_a_gpu_without_it_is_rounded_by_torch(dtype: torch.dtype) -> N
 
 def test_lazily_negated_tensors_and_strided_offsets_are_straightened(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch reads memory as it is."""
-    monkeypatch.setattr(quantize_module, "quantized", by_triton)
+    monkeypatch.setattr(quantize_module, "prepare", by_triton)
     q, k, v = (x[0] for x in qkv(torch.bfloat16))
     offsets = torch.tensor([[0, 9], [70, 9], [150, 9]], dtype=torch.int32, device=DEVICE)[:, 0]
     options: dict[str, Any] = {"dtype": torch.int8, "granularity": "head", "max_seqlen_q": 80, "max_seqlen_k": 80}
@@ -88,6 +93,42 @@ def test_lazily_negated_tensors_and_strided_offsets_are_straightened(monkeypatch
     for name in ("q", "k", "v", "q_descale", "k_descale", "v_descale"):
         ours, wanted = getattr(found, name), getattr(expected, name)
         assert ours is wanted or torch.equal(ours, wanted), name
+
+
+@pytest.mark.parametrize("way", [by_torch, by_triton])
+def test_a_layout_is_planned_once_for_any_numbers(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan keeps no tensor, and accepts nothing that the first call would not."""
+    planned: list[Source] = []
+
+    def prepared(source: Source, saturated: torch.Tensor | None) -> Any:
+        planned.append(source._replace(x=torch.empty(0), mean=None, cu_seqlens=None))
+        return by_triton(source, saturated) if way is by_triton else prepare(source, saturated)
+
+    monkeypatch.setattr(quantize_module, "prepare", prepared)
+    quantize_module._plans.clear()
+    options: dict[str, Any] = {"dtype": torch.int8, "dtype_v": torch.int8, "granularity": 64, "smooth_k": True}
+    first = qkv(torch.float16, 70)
+    gone = [weakref.ref(x) for x in first]
+    quantize(*first, **options)
+    del first
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+    count = len(planned)
+    other = [(3 * x).roll(1, 1) for x in qkv(torch.float16, 70)]
+    again = quantize(*other, **options)
+    assert len(planned) == count
+    for got, x in zip(again.dequantized(), other, strict=True):
+        assert (got - x).norm() < 0.06 * x.norm(), "int8 beside an outlier thirty times as large"
+    for change in ({"percentile": True}, {"granularity": 64.0}):
+        with pytest.raises((InvalidInput, InvalidType), match=next(iter(change))):
+            quantize(*other, **{**options, **change})
+    with pytest.raises(UnsupportedProblem, match="gradient"):
+        quantize(other[0].requires_grad_(), *other[1:], **options)
+    wide = [torch._neg_view(x.detach()[:, :, :1].expand(-1, -1, 2, -1)) for x in other]
+    plain = [x.detach()[:, :, :1].expand(-1, -1, 2, -1) for x in other]
+    quantize(*plain, **options)
+    for got, x in zip(quantize(*wide, **options).dequantized(), plain, strict=True):
+        assert (got + x).norm() < 0.06 * x.norm(), "int8 beside an outlier thirty times as large"
 
 
 def test_a_factor_is_the_largest_magnitude_of_its_block() -> None:

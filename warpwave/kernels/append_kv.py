@@ -305,8 +305,7 @@ def prepare(new: New, max_seqlen: int = 0, interleaved: bool = False) -> Callabl
     """
     if NO_TRITON is not None or not (new.k_pages.is_cuda or INTERPRETED):
         return lambda new: write_torch(new, interleaved)
-    layouts = (None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in new)
-    key = (max_seqlen, interleaved, *layouts)
+    key = (max_seqlen, interleaved, *launch.layouts(new))
     launcher = _launchers.get(key)
     if launcher is None:
         spec = specify(new, max_seqlen, interleaved)

@@ -14,6 +14,8 @@ A separate pass computes the mean of k; quantize_tensor.py does the rest.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,11 @@ import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels import descales
-from warpwave.kernels.quantize_tensor import LARGEST, Source, quantized, rotated, rotation_block
+from warpwave.kernels.quantize_tensor import LARGEST, Rounding, Source, prepare, rotated, rotation_block
 from warpwave.options import as_int
 from warpwave.problem import DTYPE_BYTES
+from warpwave.runtime import launch
+from warpwave.runtime.bounded import Bounded
 
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 GRANULARITIES = ("tensor", "head", 64, 128)
@@ -132,37 +136,104 @@ def quantize(
         >>> warpwave.attention(**quantized.arguments(), causal=True).dtype
         torch.bfloat16
     """
-    offsets = (cu_seqlens_q, cu_seqlens_k)
-    dtype_v = _check(q, k, v, dtype, dtype_v, granularity, percentile, offsets, (max_seqlen_q, max_seqlen_k))
-    if rotate and rotation_block(q.shape[-1]) == 1:
-        raise InvalidInput(f"rotate is True and head_dim is {q.shape[-1]}; it mixes a power of two of channels")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    key, plan = None, None
+    with contextlib.suppress(AttributeError, TypeError, RuntimeError):  # bad input is reported by `_check`
+        tensors = _straightened(q, k, v, offsets)
+        if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+            # Types too, because True equals 1 and 64.0 equals 64.
+            said = dtype, dtype_v, granularity, bool(smooth_k), bool(rotate), percentile, *longest
+            key = *said, *map(type, said), *launch.layouts(tensors)
+            plan = _plans.get(key)
+    if plan is None:
+        to_v = _check(q, k, v, dtype, dtype_v, granularity, percentile, offsets, longest)
+        if rotate and rotation_block(q.shape[-1]) == 1:
+            raise InvalidInput(f"rotate is True and head_dim is {q.shape[-1]}; it mixes a power of two of channels")
+        tensors = _straightened(q, k, v, offsets)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedProblem(
             "quantize has no gradients, and q, k or v requires one", {}, "torch.no_grad() around it, or x.detach()"
         )
-    with torch.no_grad():
-        q, k, v = (x.resolve_neg() for x in (q, k, v))
-        offset_q, offset_k = (None if t is None else t.contiguous() for t in offsets)
-        mean = _mean_of_keys(k) if smooth_k else None
-        shifted = rotated(mean) if mean is not None and rotate else mean
-        saturated = torch.zeros(3, dtype=torch.int64, device=q.device)
-        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        moved = k.numel() * k.element_size() if smooth_k else 0
-        longest = (max_seqlen_q or 0, max_seqlen_k or 0, max_seqlen_k or 0)
-        for i, (x, to) in enumerate(zip((q, k, v), (dtype, dtype, dtype_v), strict=True)):
+    mean = _mean_of_keys(tensors[1]) if smooth_k else None
+    saturated = torch.zeros(3, dtype=torch.int64, device=q.device)
+    if plan is None:
+        plan = Plan(tensors, (dtype, dtype, to_v), granularity, mean, bool(rotate), percentile, longest, saturated)
+        if key is not None:
+            _plans.put(key, plan)
+    return plan(tensors, mean, saturated, offsets)
+
+
+def _straightened(q: Any, k: Any, v: Any, offsets: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Returns the tensors as a launch reads them: numbers with their sign, and contiguous offsets."""
+    return *(x.resolve_neg() for x in (q, k, v)), *(None if t is None else t.contiguous() for t in offsets)
+
+
+class Plan:
+    """The run of calls of one layout: their tensors are neither checked nor described again.
+
+    Args:
+        tensors: q, k, v and contiguous offsets, of which only the layout is kept; so with `mean` and `saturated`.
+        dtypes: of the results.
+        mean: of the keys, not rotated; None without smoothing.
+        longest: max_seqlen_q and max_seqlen_k.
+        others: as `quantize` takes them.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Any],
+        dtypes: Sequence[torch.dtype],
+        granularity: str | int,
+        mean: torch.Tensor | None,
+        rotate: bool,
+        percentile: float,
+        longest: Sequence[int | None],
+        saturated: torch.Tensor,
+    ) -> None:
+        *operands, offset_q, offset_k = tensors
+        self.dtypes, self.rotate, self.clips = dtypes, rotate, percentile < 1
+        self.moved = 0 if mean is None else operands[1].numel() * operands[1].element_size()
+        self.roundings: list[Rounding | None] = []
+        shifted = self._shift(mean)
+        for i, (x, to) in enumerate(zip(operands, dtypes, strict=True)):
             if to not in LARGEST:
-                found.append((x.to(to), None))
+                self.roundings.append(None)
                 continue
             source = Source(
-                x.detach(), to, granularity, shifted if i == 1 else None, rotate and i < 2, percentile,
-                offset_k if i else offset_q, longest[i],
+                x, to, granularity, shifted if i == 1 else None, rotate and i < 2, percentile,
+                offset_k if i else offset_q, longest[min(i, 1)] or 0,
             )  # fmt: skip
-            found.append(quantized(source, saturated[i : i + 1]))
+            self.roundings.append(prepare(source, self._counter(saturated, i)))
             reads = 1 if source.is_block else 2
-            moved += x.numel() * (reads * x.element_size() + DTYPE_BYTES[descales.QUANTIZED[to]])
-    (q8, q_descale), (k8, k_descale), (v8, v_descale) = found
-    assert q_descale is not None and k_descale is not None
-    return Quantized(q8, k8, v8, q_descale, k_descale, v_descale, mean, rotate, saturated, moved, *offsets)
+            self.moved += x.numel() * (reads * x.element_size() + DTYPE_BYTES[descales.QUANTIZED[to]])
+
+    def _shift(self, mean: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns what is subtracted from k when it has been rotated."""
+        return rotated(mean) if mean is not None and self.rotate else mean
+
+    def _counter(self, saturated: torch.Tensor, i: int) -> torch.Tensor | None:
+        return saturated[i : i + 1] if self.clips else None
+
+    def __call__(
+        self, tensors: Sequence[Any], mean: torch.Tensor | None, saturated: torch.Tensor, offsets: Sequence[Any]
+    ) -> Quantized:
+        """Returns the result. `offsets` are the caller's."""
+        *operands, offset_q, offset_k = tensors
+        shifted = self._shift(mean)
+        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for i, (x, rounding) in enumerate(zip(operands, self.roundings, strict=True)):
+            if rounding is None:
+                found.append((x.to(self.dtypes[i]), None))
+            else:
+                counter = self._counter(saturated, i)
+                found.append(rounding(x, shifted if i == 1 else None, offset_k if i else offset_q, counter))
+        (q8, q_descale), (k8, k_descale), (v8, v_descale) = found
+        assert q_descale is not None and k_descale is not None
+        moved, mixed = self.moved, self.rotate
+        return Quantized(q8, k8, v8, q_descale, k_descale, v_descale, mean, mixed, saturated, moved, *offsets)
+
+
+_plans: Bounded[tuple[Any, ...], Plan] = Bounded(256)
 
 
 def _mean_of_keys(k: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from warpwave.kernels import descales, reasons
 from warpwave.kernels.groups import InUnits, OfHeads
 from warpwave.kernels.primitives import in_elements, load_tile, packed_sequence, rounded, tile_pointers
 from warpwave.runtime import launch
-from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
@@ -199,14 +198,26 @@ class Source(NamedTuple):
         return isinstance(self.granularity, int)
 
 
-def quantized(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the quantized tensor and its factors, in the shape that a call takes.
+# (x, mean, cu_seqlens, saturated) -> the quantized tensor and its factors, in the shape that a call takes. `saturated`
+# is int64 (1,): the number of values that saturate is added to it. It may be None if nothing is clipped.
+Rounding = Callable[
+    [torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
+]
 
-    Args:
-        saturated: int64 (1,), to which the number of values that saturate is added.
-    """
-    able = source.x.is_cuda and NO_TRITON is None and has_launch(source, current_gpu(source.x.device))
-    return (by_triton if able else by_torch)(source, saturated)
+
+def prepare(source: Source, saturated: torch.Tensor | None) -> Rounding:
+    """Compiles for the layout of these tensors and returns the function that quantizes tensors of the same layout."""
+    if source.x.is_cuda and NO_TRITON is None and has_launch(source, current_gpu(source.x.device)):
+        return by_triton(source, saturated)
+    options = source[1:3], source[4:6], source.max_seqlen  # without its tensors, which a plan must not keep
+
+    def rounding(
+        x: torch.Tensor, mean: torch.Tensor | None, offsets: torch.Tensor | None, saturated: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (to, granularity), (rotate, percentile), longest = options
+        return by_torch(Source(x, to, granularity, mean, rotate, percentile, offsets, longest), saturated)
+
+    return rounding
 
 
 def has_launch(source: Source, gpu: Gpu) -> bool:
@@ -230,8 +241,8 @@ def _width(source: Source) -> int:
     return max(LEAST_OF_A_PRODUCT, 1 << (source.x.shape[-1] - 1).bit_length())
 
 
-def by_torch(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what `quantized` does, by the operations of torch."""
+def by_torch(source: Source, saturated: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what a `Rounding` does, by the operations of torch."""
     x, heads = source.x.float(), source.x.shape[-2]
     if source.rotate:
         x = rotated(x)
@@ -259,7 +270,7 @@ def by_torch(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, tor
     factor = factors_of(shares, largest)
     inverse = descales.of_tokens(1 / factor, block if source.is_block else 0, x, source.cu_seqlens)
     y = x * inverse
-    if source.percentile < 1:
+    if saturated is not None:
         saturated += (y.abs() > largest).sum()
     return eight_bit_by_torch(y, source.dtype), factor
 
@@ -300,38 +311,41 @@ def share_clipped(source: Source) -> float:
     return float(torch.tensor(1.0 - source.percentile, dtype=torch.float32, device="cpu"))
 
 
-def by_triton(source: Source, saturated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what `quantized` does, by one launch, or two for a factor of a head or a tensor."""
-    x = source.x if source.x.stride(-1) == 1 else source.x.contiguous()
-    heads, device = x.shape[-2], x.device
-    out = torch.empty(x.shape, dtype=source.dtype, device=device)
-    tokens = int(source.granularity) if source.is_block else TOKENS
+def by_triton(source: Source, saturated: torch.Tensor | None) -> Rounding:
+    """Does what `prepare` does, with one launch, or two for a factor of a head or a tensor."""
+    is_straight, shape_x, dtype, device = source.x.stride(-1) == 1, source.x.shape, source.dtype, source.x.device
+    heads, is_block = shape_x[-2], source.is_block
+    tokens = int(source.granularity) if is_block else TOKENS
     blocks = -(-source.seqlen // tokens)
-    signs = _tile_of_signs(rotation_block(x.shape[-1]), x.dtype, device) if source.rotate else None
-    shape: tuple[int, ...] = (source.batch, heads, blocks) if source.is_block else (source.batch, heads)
+    signs = _tile_of_signs(rotation_block(shape_x[-1]), source.x.dtype, device) if source.rotate else None
+    shape: tuple[int, ...] = (source.batch, heads, blocks) if is_block else (source.batch, heads)
     if source.granularity == "tensor":
         shape = ()
-    if not blocks * heads * source.batch:
-        return out, torch.ones(shape, dtype=torch.float32, device=device)
-    factor = torch.empty(shape, dtype=torch.float32, device=device)
-    bits = None if source.is_block else torch.zeros(shape, dtype=torch.int32, device=device)
-    tensors = (x, out, factor, source.mean, bits, signs, saturated, source.cu_seqlens)
-    for mode in ("block",) if source.is_block else ("magnitude", "found"):
-        _launcher(source, mode, tensors, tokens, blocks)(*tensors)
-    return out, factor
+    is_empty = not blocks * heads * source.batch
 
+    def tensors(x: torch.Tensor, mean: Any, cu_seqlens: Any, saturated: Any) -> tuple[Any, ...]:
+        out = torch.empty(shape_x, dtype=dtype, device=device)
+        factor = torch.empty(shape, dtype=torch.float32, device=device)
+        bits = None if is_block else torch.zeros(shape, dtype=torch.int32, device=device)
+        return x if is_straight else x.contiguous(), out, factor, mean, bits, signs, saturated, cu_seqlens
 
-_launchers: Bounded[tuple[Any, ...], Callable[..., None]] = Bounded(256)
+    launchers: list[Callable[..., None]] = []
+    if not is_empty:
+        example = tensors(source.x, source.mean, source.cu_seqlens, saturated)
+        for mode in ("block",) if is_block else ("magnitude", "found"):
+            launchers.append(launch.bind(specify(source, mode, example, tokens, blocks)))
 
+    def rounding(
+        x: torch.Tensor, mean: torch.Tensor | None, offsets: torch.Tensor | None, saturated: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given = tensors(x, mean, offsets, saturated)
+        if is_empty:
+            given[2].fill_(1.0)
+        for launcher in launchers:
+            launcher(*given)
+        return given[1], given[2]
 
-def _launcher(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, blocks: int) -> Callable[..., None]:
-    layouts = (None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors)
-    key = (mode, source[1:3], source[4:6], source.max_seqlen, tensors[0].device, *layouts)
-    found = _launchers.get(key)
-    if found is None:
-        found = launch.bind(specify(source, mode, tensors, tokens, blocks))
-        _launchers.put(key, found)
-    return found
+    return rounding
 
 
 def specify(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, blocks: int) -> launch.Launch:

@@ -13,7 +13,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +68,11 @@ class Mapped(NamedTuple):
     def variant(self) -> tuple[Any, ...]:
         """Returns the properties for which Triton compiles again. A mapped address is always aligned."""
         return self.base.dtype, self.plan.block
+
+
+def layouts(tensors: Iterable[torch.Tensor | None]) -> Iterator[Any]:
+    """Yields for each tensor all that its launcher depends on."""
+    return (None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15) for t in tensors)
 
 
 COUNTER = "counter"
