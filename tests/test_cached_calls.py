@@ -348,3 +348,49 @@ def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None
                 call(**other)
     cache.extend(rows, 1)  # lengths are no part of a plan
     assert not call().equal(first)
+
+
+# More or fewer new tokens than queries --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seqlen_new", [1, 5, 9])
+@pytest.mark.parametrize("owner", ["PagedKVCache", "CacheLayer"])
+def test_new_tokens_need_not_be_as_many_as_queries(owner: str, seqlen_new: int) -> None:
+    """The queries are the last tokens of the grown sequence, as if the tokens had been appended before."""
+    apart, together = two_rows(), two_rows()
+    q = tokens(2, 3, 4, 8)
+    k, v = tokens(2, seqlen_new, 2, 8, seed=5), tokens(2, seqlen_new, 2, 8, seed=6)
+    apart.append([0, 1], k, v)
+    expected = attention_with_kv_cache(q, apart, rows=[0, 1], causal=True)
+    cache: Any = together
+    if owner == "CacheLayer":
+        together.extend([0, 1], seqlen_new)
+        cache = together.layer
+    rows: Any = [0, 1]
+    found = attention_with_kv_cache(q, cache, rows=rows, k_new=k, v_new=v, causal=True, checked=True)
+    assert torch.equal(found, expected)
+    for row in rows:
+        assert all(map(torch.equal, read(together, row), read(apart, row)))
+    check_books(together)
+    before = visible(together)
+    for change, named in (
+        ({"k_new": k[:1]}, "k_new"),
+        ({"v_new": v[:, :0]}, "v_new"),
+        ({"rotary": Rotary.of(8, 64, device=DEVICE)}, "k_new"),
+    ):
+        with pytest.raises(InvalidInput, match=named):
+            attention_with_kv_cache(q, cache, rows=rows, **{"k_new": k, "v_new": v, **change})  # type: ignore[arg-type]
+        assert visible(together) == before
+
+
+def test_a_row_without_queries_needs_no_evicted_token() -> None:
+    cache = two_rows()
+    cache.evict(1, 2)
+    q, offsets = tokens(2, 4, 8), ints(0, 0, 2)
+    said: dict[str, Any] = {"cu_seqlens_q": offsets, "causal": True}
+    found = attention_with_kv_cache(q, cache, rows=[1, 0], seqlens_q=[0, 2], **said)
+    assert torch.equal(found, attention_with_kv_cache(q[None], cache, rows=[0], causal=True)[0])
+    with pytest.raises(InvalidInput, match="evicted"):
+        attention_with_kv_cache(q, cache, rows=[1, 0], seqlens_q=[2, 0], cu_seqlens_q=ints(0, 2, 2), causal=True)
+    with pytest.raises(InvalidInput, match="evicted"):
+        attention_with_kv_cache(q, cache, rows=[1, 0], max_seqlen_q=2, **said)  # the host does not know who asks

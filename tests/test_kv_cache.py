@@ -12,6 +12,7 @@ import torch
 
 from warpwave import (
     InvalidInput,
+    InvalidType,
     OutOfPages,
     PagedKVCache,
     Rotary,
@@ -339,6 +340,30 @@ def test_a_copy_is_a_cache_of_its_own(copied: Any) -> None:
     check_books(other)
     assert other.layer.page_table is other.page_table and other.layer.seqused_k is other.seqused_k
     assert visible(cache) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_made_in_inference_mode_works_outside(copied: Any) -> None:
+    cache = make()
+    row = cache.add()
+    append(cache, row, 5)
+    with torch.inference_mode():
+        twin = copied(cache)
+    k, v = append(twin, row, 2, seed=7)
+    assert twin.lengths[row] == int(twin.seqused_k[row]) == 7 and cache.lengths[row] == 5
+    for got, new, old in zip(read(twin, row), (k, v), read(cache, row), strict=True):
+        assert torch.equal(got, torch.cat([old, new]))
+    check_books(twin)
+
+
+def test_rows_that_the_cache_does_not_have_are_refused_by_name() -> None:
+    cache = make()
+    for row in (-1, cache.max_batch):
+        with pytest.raises(InvalidInput, match=f"row {row}"):
+            cache.kept(row)
+    wrong: Any = 0
+    with pytest.raises(InvalidType, match="rows"):
+        cache.shared_prefix(wrong)
 
 
 def test_tables_never_move() -> None:

@@ -365,3 +365,24 @@ def refuse_device() -> None:
 def test_warmup(kind: str) -> None:
     problem = replace(PROBLEM, kv_factors=kind)
     assert warmup([problem], DEVICE, kernel="split_kv") == 1
+
+
+def test_a_checked_call_reads_the_factors_of_a_page_before_it_is_copied() -> None:
+    """A call that appends to a forked sequence copies the shared page first; its check comes before that."""
+    cache = make(torch.int8)
+    for factor in (cache.layer.k_descale, cache.layer.v_descale):
+        assert factor is not None
+        factor.fill_(-1)  # no factor: memory that nobody has written
+    row = cache.add()
+    cache.append([row], *new(6))
+    other = cache.fork(row)
+    q, (k, v) = tokens(1, 1, 4, 16).bfloat16(), new(1, seed=9)
+    said: dict[str, Any] = {"rows": [other], "k_new": k, "v_new": v}
+    attention_with_kv_cache(q, cache, checked=True, **said)
+    third = cache.fork(row)
+    shared = cache.pages(row)[1]
+    assert cache.layer.k_descale is not None
+    cache.layer.k_descale[shared, 1, 0] = float("inf")
+    with pytest.raises(InvalidInput, match=rf"k_descale\[{shared}, 1, 0\] is inf"):
+        attention_with_kv_cache(q, cache, checked=True, **{**said, "rows": [third]})
+    assert cache.lengths[third] == 6

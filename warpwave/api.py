@@ -319,9 +319,10 @@ def attention_with_kv_cache(
         cache: a `PagedKVCache` of one layer, or one layer's `CacheLayer`.
         rows: the row of the cache of each sequence of q: integers, or int32 (batch,) on the device; row b for sequence
             b if None. Must be integers if k_new is appended to a `PagedKVCache`.
-        k_new: keys of the queries' tokens, (batch, seqlen_q, num_heads_kv, head_dim), packed if q is, in a dtype that q
-            could have.
-        v_new: their values, (batch, seqlen_q, num_heads_kv, head_dim_v).
+        k_new: keys of new tokens, (batch, seqlen_new, num_heads_kv, head_dim), packed if q is, in a dtype that q could
+            have. There are as many as queries if they are packed or rotated. Otherwise there may be more, for example
+            a prompt of which only the last query is needed, or fewer.
+        v_new: their values, (batch, seqlen_new, num_heads_kv, head_dim_v).
         rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
             shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
             past the table use its last angle.
@@ -389,9 +390,13 @@ def attention_with_kv_cache(
          index, layer.k_descale, layer.v_descale),
     )  # fmt: skip
     if isinstance(cache, PagedKVCache) and (max_seqlen_k or cache.has_evicted) and isinstance(rows, list | tuple):
-        counts = lengths or [q.shape[1] if cu_seqlens_q is None and q.dim() == 4 else 0] * len(rows)
+        counts, appended = lengths, None if k_new is None else lengths
+        if cu_seqlens_q is None and q.dim() == 4:
+            counts = [q.shape[1]] * len(rows)
+            if isinstance(k_new, torch.Tensor) and k_new.dim() == 4:
+                appended = [k_new.shape[1]] * len(rows)
         left = -1 if window_size is None else window_size[0]
-        cached_calls.check_records(cache, rows, counts, k_new is not None, left, max_seqlen_k)
+        cached_calls.check_records(cache, rows, counts, appended, left, max_seqlen_k)
     longest = (cached_calls.longest_query(q, cu_seqlens_q, lengths, max_seqlen_q), max_seqlen_k or 0)
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse)
     # 1 == True, so the key includes the type of causal. Rotated queries are in a separate tensor.
@@ -420,7 +425,7 @@ def attention_with_kv_cache(
         if out is not None:
             cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
     if checked and as_bool("checked", checked):
-        cached_calls.check_contents(operands, new, options, serving, lengths, rotary)
+        cached_calls.check_contents(operands, new, options, serving, lengths, k_new, rotary)
     asked, operands = operands, new.operands  # they differ if queries are rotated; `recall` compares `asked`
     if run is None:
         attended = operands

@@ -60,24 +60,26 @@ class Serving(NamedTuple):
 def check_records(
     cache: PagedKVCache,
     rows: Sequence[int],
-    queries: Sequence[int],
-    appends: bool,
+    queries: Sequence[int] | None,
+    appended: Sequence[int] | None,
     window_left: int,
     max_seqlen_k: int | None,
 ) -> None:
     """Compares a call with what the cache knows on the host. Rows without a sequence have no tokens, and pass.
 
     Args:
-        queries: of each row; 0 if they are not known.
-        appends: whether the call appends as many tokens.
+        queries: of each row; None if they are not known.
+        appended: the tokens that the call appends to each row; None for none, or if they are not known.
 
     Raises:
         InvalidInput: a query would see tokens that were evicted, or a sequence is longer than `max_seqlen_k`.
     """
-    for row, count in zip(rows, queries, strict=False):
+    unknown = [0] * len(rows)
+    for row, count, new in zip(rows, queries or unknown, appended or unknown, strict=False):
         begin, length = cache.kept(row)
-        length += count if appends else 0
-        if begin and (window_left < 0 or length - count - window_left < begin):
+        length += new
+        asks = queries is None or count > 0
+        if asks and begin and (window_left < 0 or length - count - window_left < begin):
             raise InvalidInput(
                 f"the tokens of row {row} before {begin} were evicted; with a left window of {window_left} (-1: none) "
                 f"and {count} queries at the end of its {length} tokens, the call needs them"
@@ -188,14 +190,16 @@ def prepare_new(
     for name, tensor in (("k_new", k_new), ("v_new", v_new)):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    packed = operands.cu_seqlens_q is not None
     if k_new is not None:
-        leading = q.shape[:-2]
+        leading, what = q.shape[:-2], "tokens"
+        if rotary is None and not packed:
+            leading, what = q.shape[:1], "batch"
         if k_new.shape[: len(leading)] != leading:
             raise InvalidInput(
-                f"k_new has shape {tuple(k_new.shape)} and q {tuple(q.shape)}; they must have the same tokens, "
+                f"k_new has shape {tuple(k_new.shape)} and q {tuple(q.shape)}; they must have the same {what}, "
                 f"{tuple(leading)}"
             )
-    packed = operands.cu_seqlens_q is not None
     batch = len(operands.cu_seqlens_q) - 1 if packed else len(q)
     if isinstance(cache, PagedKVCache) and k_new is not None and v_new is not None:
         if isinstance(rows, torch.Tensor):
@@ -239,6 +243,7 @@ def check_contents(
     options: Options,
     serving: Serving,
     seqlens_q: list[int] | None,
+    k_new: torch.Tensor | None,
     rotary: Rotary | None,
 ) -> None:
     """Implements `checked=True`: compares offsets with the lengths on the host, and checks lengths, rows, page ids,
@@ -247,10 +252,12 @@ def check_contents(
     Args:
         operands: the caller's.
         new: the tokens that will be written first.
+        k_new: their keys.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
     """
+    present_table = operands.page_table
     if new.tables is not None:
         page_table, seqused_k = new.tables()
         operands = operands._replace(page_table=page_table, seqused_k=seqused_k)
@@ -262,7 +269,8 @@ def check_contents(
                     f"cu_seqlens_q[{i}] is {got}; by seqlens_q it must be {said}, the sum of the first {i} lengths"
                 )
     problem = describe_cached_call(operands, options, serving.batch_invariant)
-    check_cache_contents(problem, operands)
+    num_new = 0 if k_new is None or k_new.dim() < 4 else k_new.shape[1]
+    check_cache_contents(problem, operands, present_table, num_new)
     rows = range(problem.batch) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     if rotary is not None:

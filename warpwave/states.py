@@ -8,6 +8,7 @@ import torch
 
 from warpwave.checks import DTYPE_NAMES
 from warpwave.errors import InvalidInput, InvalidType
+from warpwave.options import as_bool
 
 
 def merge_states(
@@ -48,6 +49,7 @@ def merge_states(
         if not isinstance(parts, Iterable):
             raise InvalidType(f"{name} is a {type(parts).__name__}; it must be a sequence of tensors")
     outs, lses = list(outs), list(lses)
+    packed = as_bool("packed", packed)
     _check(outs, lses, packed)
     lse = torch.stack(lses)  # [parts, ...]
     largest = lse.amax(0)

@@ -4,9 +4,11 @@ definition in its documentation computed in float64."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import inspect
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -481,14 +483,14 @@ def test_new_tokens_beyond_a_row_that_begins_late_are_not_written() -> None:
 
 @pytest.mark.parametrize("used", [5, 62, 63, 64])
 def test_new_tokens_beyond_the_cache_are_not_written(used: int) -> None:
-    """Three new tokens and one query: `_append`."""
+    """Three new tokens and one query."""
     k_cache, v_cache = torch.zeros(2, 2, 64, 2, 16)
     before = torch.randn_like(k_cache), torch.randn_like(v_cache)
     k_cache.copy_(before[0]), v_cache.copy_(before[1])
     q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 3, 2, 16)
     lengths = torch.tensor([used, 7], dtype=torch.int32)
     flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
-    with pytest.raises(warpwave.InvalidType, match=r"v is torch.float16 and the cache torch.float32"):
+    with pytest.raises(warpwave.InvalidType, match=r"v_new is torch.float16 and the cache torch.float32"):
         flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v.half(), cache_seqlens=lengths, causal=True)
     fitting = min(3, 64 - used)
     for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
@@ -496,6 +498,98 @@ def test_new_tokens_beyond_the_cache_are_not_written(used: int) -> None:
         expected[0, used : used + fitting] = new[0, :fitting]
         expected[1, 7:10] = new[1]
         assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("tokens_new", [1, 2])
+def test_a_cache_is_unchanged_by_a_refused_call(tokens_new: int) -> None:
+    """Whether or not there are as many new tokens as queries."""
+    two: Any = flash_attn.flash_attn_with_kvcache
+    at = torch.tensor([3, 5], dtype=torch.int32)
+    k_cache, v_cache = torch.zeros(2, 2, 16, 2, 16)
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, tokens_new, 2, 16)
+    good: dict[str, Any] = {"k": new, "v": new, "cache_seqlens": at}
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        (q, {"k": new[:, :, :1]}), (q, {"k": new[..., :1]}), (q, {"k": new[:1]}), (q, {"v": new[:, :0]}),
+        (q, {"k": new[0], "v": new[0]}), (q, {"v": new.repeat(1, 2, 1, 1)}), (q.half(), {}), (q[..., :8], {}),
+        (q[:, :, :3], {}), (q, {"num_splits": -1}), (q, {"softmax_scale": math.nan}), (q, {"softcap": math.nan}),
+        (q, {"alibi_slopes": torch.ones(3)}), (q, {"causal": "no"}), (q, {"window_size": None}),
+        (q, {"cache_batch_idx": torch.tensor([0.0, 1.0])}), (q, {"cache_batch_idx": [0, 1]}),
+        (q, {"cache_leftpad": 1}), (q, {"block_table": at}), (q, {"k": [1]}), (None, {}),
+    ]  # fmt: skip
+    for given, change in wrong:
+        with pytest.raises((warpwave.InvalidInput, warpwave.InvalidType)):
+            two(given, k_cache, v_cache, **{**good, **change})
+    assert not k_cache.any() and not v_cache.any()
+    two(q, k_cache, v_cache, **good)
+    assert torch.equal(k_cache[0, 3 : 3 + tokens_new], new[0])
+    wanting = two(q, k_cache, v_cache, **{**good, "k": new.clone().requires_grad_()})
+    assert wanting.requires_grad
+    with pytest.raises(UnsupportedProblem, match="no gradients"):
+        wanting.sum().backward()
+
+
+@pytest.mark.parametrize("page", [-1, 99])
+def test_new_tokens_without_a_page_are_not_written(page: int) -> None:
+    pool = torch.randn(2, 6, 4, 2, 16)
+    k_cache, v_cache = pool.clone()
+    table = torch.tensor([[0, page]], dtype=torch.int32)
+    q, new = torch.randn(1, 1, 4, 16), torch.ones(1, 2, 2, 16)
+    lengths = torch.tensor([3], dtype=torch.int32)
+    flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=lengths, block_table=table)
+    pool[:, 0, 3] = 1  # the first of the two has a page
+    assert torch.equal(torch.stack([k_cache, v_cache]), pool)
+
+
+def test_what_would_not_fit_is_refused_where_the_host_knows_it() -> None:
+    k_cache, v_cache = torch.zeros(2, 2, 16, 2, 16)
+    cu, packed_new = offsets([1, 3]), torch.randn(4, 2, 16)
+    three: Any = functools.partial(
+        flash_attn_3.flash_attn_with_kvcache, torch.randn(4, 4, 16), k_cache, v_cache, packed_new, packed_new,
+        cu_seqlens_q=cu, cu_seqlens_k_new=cu, max_seqlen_q=3, causal=True,
+    )  # fmt: skip
+    for length in (15, None):
+        with pytest.raises(warpwave.InvalidInput, match=r"cache_seqlens is .* room for 16"):
+            three(cache_seqlens=length)
+    angles, new = torch.randn(2, 4), torch.randn(2, 1, 2, 16)
+    rotated: Any = functools.partial(
+        flash_attn.flash_attn_with_kvcache, torch.randn(2, 1, 4, 16), k_cache, v_cache, new, new, angles, angles
+    )
+    with pytest.raises(warpwave.InvalidInput, match="rotary_cos has 2 positions"):
+        rotated(cache_seqlens=2)
+    assert not k_cache.any()
+    three(cache_seqlens=13)
+    rotated(cache_seqlens=1)
+    assert k_cache.any()
+
+
+@pytest.mark.parametrize("length", [64, 63, 1])
+def test_a_slice_of_a_longer_cache_is_read_in_place(length: int) -> None:
+    whole = torch.randn(2, 2, 100, 2, 16)
+    sliced = whole[:, :, :length]
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    at = torch.tensor([0, length // 2], dtype=torch.int32)
+    own = sliced.clone()
+    run: Any = flash_attn.flash_attn_with_kvcache
+    expected = run(q, *own, new, new, cache_seqlens=at)
+    rest = whole[:, :, length:].clone()
+    assert_close(run(q, *sliced, new, new, cache_seqlens=at), expected)
+    assert torch.equal(sliced, own) and torch.equal(whole[:, :, length:], rest)
+
+
+def test_packed_queries_of_sequences_without_keys() -> None:
+    z, cu = torch.zeros(0, 2, 16), offsets([1, 3])
+    none = torch.zeros(2, dtype=torch.int32)
+    given: Any = (torch.randn(4, 4, 16), z, z, cu, 0 * cu, 3, 0)
+    assert not flash_attn_3.flash_attn_varlen_func(*given, None, none).any()
+    assert not flash_attn_3.flash_attn_varlen_func(*given).any()
+
+
+def test_dense_sequences_of_version_4_have_gradients() -> None:
+    q, k, v = (t.requires_grad_() for t in qkv((5, 7)))
+    out, _ = flash_attn_4.flash_attn_varlen_func(q, k, v, causal=True)
+    assert_close(out, flash_attn.flash_attn_func(q, k, v, causal=True))
+    out.sum().backward()
+    assert k.grad is not None and k.grad.any()
 
 
 def test_rows_that_share_one_cache() -> None:
@@ -519,7 +613,7 @@ def test_no_softcap_is_none_too() -> None:
 
 def test_what_is_unsupported_raises_with_the_reason() -> None:
     q, k, v = qkv((5, 7))
-    one = torch.ones(1)
+    one, angles = torch.ones(1), torch.ones(8, 1)
     cu = offsets([5])
     first: Any = (q[0], k[0, :5], v[0, :5], cu, cu, 5, 5)
     mask: Any = lambda *given: True  # noqa: E731
@@ -549,18 +643,18 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
         ("score_mod", lambda: varlen_4(*first[:3], None, *first[3:], score_mod=mask)),
         ("cu_seqlens_k", lambda: varlen_4(q, k, v, cu_seqlens_k=cu)),
         ("cache_batch_idx or cache_leftpad", lambda: two(*cache, block_table=table, cache_leftpad=table[:, 0])),
-        ("rotary_cos was given with cache_leftpad", lambda: two(*cache, **new, rotary_cos=one, rotary_sin=one,
+        ("rotary_cos was given with cache_leftpad", lambda: two(*cache, **new, rotary_cos=angles, rotary_sin=angles,
          cache_leftpad=table[:, 0], causal=True)),
-        ("5 tokens and k 1", lambda: two(*cache, k[:, :1], v[:, :1], one, one, 2, causal=True)),
-        ("one position", lambda: two(*cache, **new, rotary_cos=one, rotary_sin=one)),
+        ("5 tokens and k 1", lambda: two(*cache, k[:, :1], v[:, :1], angles, angles, 2, causal=True)),
+        ("one position", lambda: two(*cache, **new, rotary_cos=angles, rotary_sin=angles)),
     ]  # fmt: skip
     for reason, call in calls:
         with pytest.raises(UnsupportedProblem, match=reason):
             call()
     wrong: list[tuple[str, Any]] = [
         ("one of k and v", lambda: two(*cache, k)),
-        ("without k and v", lambda: two(*cache, rotary_cos=one, rotary_sin=one)),
-        ("one of rotary_cos and rotary_sin", lambda: two(*cache, **new, rotary_cos=one)),
+        ("without k and v", lambda: two(*cache, rotary_cos=angles, rotary_sin=angles)),
+        ("one of rotary_cos and rotary_sin", lambda: two(*cache, **new, rotary_cos=angles)),
         ("cu_seqlens_k is None", lambda: varlen(*first[:4], None, 5, 5, block_table=table)),
     ]
     for reason, call in wrong:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from warpwave.errors import InvalidInput
@@ -18,7 +20,8 @@ def contiguous(
 
     Args:
         k_cache, v_cache: (rows, length, num_heads_kv, head_dim), tokens at a constant stride.
-        page_size: a divisor of the length; its largest power of two if None. Kernels are fastest from 64 on.
+        page_size: a divisor of the length and of the tokens from one row to the next; their largest power of two if
+            None. Kernels are fastest from 64 on.
 
     Returns:
         k, v: (num_pages, page_size, num_heads_kv, head_dim), views.
@@ -39,22 +42,25 @@ def contiguous(
         raise InvalidInput(
             f"k_cache and v_cache have strides {k_cache.stride()} and {v_cache.stride()}; tokens must not share memory"
         )
-    size = page_size or (length & -length)
-    count = length // size
-    # Number of pages from one row to the next: in memory ordered by head, the pages of other heads are in between.
-    steps = {t.stride(0) / (size * t.stride(1)) for t in (k_cache, v_cache)} if rows > 1 else {float(count)}
-    step = steps.pop()
-    if steps or not step.is_integer():
+    # Tokens from one row to the next: a slice of a longer cache skips some, and in memory ordered by head, those of
+    # other heads are in between.
+    stride = {t: t.stride(1) if length > 1 else t.stride(0) for t in (k_cache, v_cache)}
+    apart = {t.stride(0) / max(1, stride[t]) for t in stride} if rows > 1 else {float(length)}
+    tokens_apart = apart.pop()
+    if apart or not tokens_apart.is_integer():
         raise InvalidInput(
             f"k_cache and v_cache have strides {k_cache.stride()} and {v_cache.stride()}; their rows must be a whole "
             "number of tokens apart, the same number in both"
         )
-    pages = int(step) * (rows - 1) + count
+    common = math.gcd(length, int(tokens_apart))
+    size = page_size or (common & -common)
+    count, step = length // size, int(tokens_apart) // size
+    pages = step * (rows - 1) + count
     pools = [
-        t.as_strided((pages, size, *t.shape[2:]), (size * t.stride(1), *t.stride()[1:]), t.storage_offset())
+        t.as_strided((pages, size, *t.shape[2:]), (size * stride[t], *t.stride()[1:]), t.storage_offset())
         for t in (k_cache, v_cache)
     ]
-    return pools[0], pools[1], _table(rows, int(step), count, k_cache.device)
+    return pools[0], pools[1], _table(rows, step, count, k_cache.device)
 
 
 def _table(rows: int, step: int, count: int, device: torch.device) -> torch.Tensor:
@@ -80,5 +86,7 @@ def tokens(k: torch.Tensor, v: torch.Tensor, begin: torch.Tensor, longest: int) 
         begin: int32, (batch,): the first token of each sequence.
         longest: the most tokens of a sequence.
     """
+    if not len(k):  # a pool must have a page
+        k, v = k.new_zeros((1, *k.shape[1:])), v.new_zeros((1, *v.shape[1:]))
     following = torch.arange(max(1, longest), dtype=torch.int32, device=k.device)
     return k[:, None], v[:, None], (begin[:, None] + following).clamp(max=max(0, len(k) - 1))

@@ -22,7 +22,7 @@ from warpwave.api import attention, attention_varlen, attention_with_kv_cache
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations import caches
 from warpwave.kv_cache import CacheLayer, Rotary
-from warpwave.options import as_int
+from warpwave.options import as_bool, as_float, as_int
 
 __all__ = [
     "flash_attn_func",
@@ -50,12 +50,18 @@ def options(
     sinks: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Returns these arguments in the form of warpwave's calls."""
-    left, right = (-1 if side is None else max(-1, side) for side in window_size)
+    sides = window_size if isinstance(window_size, (tuple, list)) else ()
+    if len(sides) != 2:
+        raise InvalidType(f"window_size is {window_size!r}; it must be (left, right)")
+    left, right = (-1 if side is None else max(-1, as_int("a side of window_size", side)) for side in sides)
+    cap = 0.0 if softcap is None else as_float("softcap", softcap)
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        raise InvalidType(f"the sinks are a {type(sinks).__name__}; they must be a torch.Tensor")
     return {
         "softmax_scale": softmax_scale,
-        "causal": bool(causal),
+        "causal": as_bool("causal", causal),
         "window_size": (left, right),
-        "softcap": max(0.0, softcap or 0.0),
+        "softcap": 0.0 if cap < 0 else cap,
         "alibi_slopes": alibi_slopes,
         "sinks": None if sinks is None else sinks.float(),
     }
@@ -104,7 +110,7 @@ def packed(
 ) -> Any:
     """Computes a packed call, on a paged cache if there is a table. With seqused_k or a table it has neither gradients
     nor dropout."""
-    longest = (int(longest[0]), int(longest[1]))
+    longest = (as_int("max_seqlen_q", longest[0]), as_int("max_seqlen_k", longest[1]))
     if seqused_k is None and table is None:
         return attention_varlen(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0],
@@ -114,6 +120,7 @@ def packed(
         raise UnsupportedProblem(
             f"{function}: dropout_p is {training['dropout_p']}; calls on a cache have no dropout", {}, "dropout_p=0.0"
         )
+    _check_tensors(function, seqused_k=(seqused_k, 1), cu_seqlens_k=(cu_seqlens_k, 1), block_table=(table, 2))
     if cu_seqlens_k is None and (seqused_k is None or table is None):
         raise InvalidInput(f"{function}: cu_seqlens_k is None; the lengths of the keys must be given")
     used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
@@ -146,36 +153,40 @@ def with_kvcache(
     return_lse: bool = False,
 ) -> Any:
     """Computes a call on a cache, contiguous or paged, after appending k and v to it in place."""
-    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     _check_cache(function, q, k, v, rotary, cache_seqlens, cache_batch_idx, cache_leftpad, table, said, cu_seqlens_q)
+    _check_tensors(function, k_cache=(k_cache, 4), v_cache=(v_cache, 4))
+    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     if table is None:
         size = None if cache_leftpad is None else 1  # one-token pages: a sequence may begin anywhere
         k_pages, v_pages, table = caches.contiguous(k_cache, v_cache, size)
         table = table[:batch] if cache_batch_idx is None else table[cache_batch_idx.long()]
         if cache_leftpad is not None:
             cells = torch.arange(table.shape[1], device=table.device) + cache_leftpad[:, None]
-            table = table.gather(1, cells.clamp(max=table.shape[1] - 1))
+            inside = (cells >= 0) & (cells < table.shape[1])
+            # -1 where the row has ended: nothing is written there.
+            table = table.gather(1, torch.where(inside, cells, 0)).where(inside, -1)
     else:
         k_pages, v_pages = k_cache, v_cache
     capacity = table.shape[1] * k_pages.shape[1]
     if not isinstance(cache_seqlens, torch.Tensor):
         length = capacity if cache_seqlens is None else as_int("cache_seqlens", cache_seqlens)
-        new = 0 if k is None or cu_seqlens_q is not None else k.shape[1]
+        # Of packed tokens, some sequence has at least the mean.
+        new = 0 if k is None else k.shape[1] if cu_seqlens_q is None else -(-len(k) // max(1, batch))
         if not 0 <= length <= capacity - new:
             raise InvalidInput(
-                f"{function}: cache_seqlens is {length} (None: all of the cache) and k has {new} tokens; the cache has "
-                f"room for {capacity}"
+                f"{function}: cache_seqlens is {length} (None: all of the cache) and k has {new} tokens of a sequence; "
+                f"the cache has room for {capacity}"
+            )
+        if rotary[0] is not None and length + new > len(rotary[0]):
+            raise InvalidInput(
+                f"{function}: rotary_cos has {len(rotary[0])} positions; a sequence will have {length + new} tokens"
             )
         cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if cache_leftpad is not None:
         cache_seqlens = cache_seqlens - cache_leftpad
     used = cache_seqlens
-    if k is not None and v is not None:
+    if k is not None:
         used = cache_seqlens + (k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())
-        if cu_seqlens_q is None and k.shape[1] != q.shape[1]:
-            room = capacity if cache_leftpad is None else capacity - cache_leftpad.long()
-            _append(k_pages, v_pages, table, room, cache_seqlens, k, v)
-            k = v = None
     cos, sin, interleaved = rotary
     turning = None if cos is None or sin is None else Rotary(_in_float32(cos), _in_float32(sin), interleaved)
     return attention_with_kv_cache(
@@ -189,9 +200,20 @@ def _check_cache(
     function: str, q: Any, k: Any, v: Any, rotary: Any, cache_seqlens: Any, cache_batch_idx: Any, cache_leftpad: Any,
     table: Any, said: dict[str, Any], cu_seqlens_q: Any,
 ) -> None:  # fmt: skip
-    for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_leftpad", cache_leftpad)):
-        if isinstance(tensor, torch.Tensor) and tensor.dtype != torch.int32:
+    axes = 4 if cu_seqlens_q is None else 3
+    if not isinstance(q, torch.Tensor):
+        raise InvalidType(f"{function}: q is a {type(q).__name__}; it must be a torch.Tensor")
+    lengths = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
+    _check_tensors(
+        function, q=(q, axes), k=(k, axes), v=(v, axes), cache_seqlens=(lengths, 1), cache_leftpad=(cache_leftpad, 1),
+        cache_batch_idx=(cache_batch_idx, 1), block_table=(table, 2), cu_seqlens_q=(cu_seqlens_q, 1),
+        rotary_cos=(rotary[0], 2), rotary_sin=(rotary[1], 2),
+    )  # fmt: skip
+    for name, tensor in (("cache_seqlens", lengths), ("cache_leftpad", cache_leftpad)):
+        if tensor is not None and tensor.dtype != torch.int32:
             raise InvalidType(f"{function}: {name} is {tensor.dtype}; it must be torch.int32")
+    if cache_batch_idx is not None and cache_batch_idx.dtype not in (torch.int32, torch.int64):
+        raise InvalidType(f"{function}: cache_batch_idx is {cache_batch_idx.dtype}; it must be torch.int32")
     if (k is None) != (v is None):
         raise InvalidInput(f"{function}: one of k and v is None; both are appended to the cache, or neither")
     if table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
@@ -218,32 +240,15 @@ def _check_cache(
         )
 
 
-@torch.no_grad()
-def _append(
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    table: torch.Tensor,
-    room: torch.Tensor | int,
-    at: torch.Tensor,
-    k: torch.Tensor,
-    v: Any,
-) -> None:
-    """Writes new tokens, fewer or more than there are queries, after the first `at` tokens of each sequence, which has
-    cells for `room` tokens. Tokens beyond these are not written."""
-    for name, new, pool in (("k", k, k_pages), ("v", v, v_pages)):
-        if new.dtype != pool.dtype:
-            raise InvalidType(f"{name} is {new.dtype} and the cache {pool.dtype}; they must be the same")
-    size, last = k_pages.shape[1], (room[:, None] if isinstance(room, torch.Tensor) else room) - 1
-    positions = at[:, None].long() + torch.arange(k.shape[1], device=at.device)
-    # A token beyond the cache is written as the sequence's first new token once more, to the same cell; if this is
-    # beyond too, the last cell keeps its value. A boolean index would wait for the device.
-    first = positions[:, :1].clamp(max=last).clamp(min=0)
-    beyond, all_beyond = positions > last, (positions[:, :1] > last)[..., None, None]
-    positions = torch.where(beyond, first, positions)
-    pages, cells = table.gather(1, positions // size).long(), positions % size
-    for pool, new in ((k_pages, k), (v_pages, v)):
-        same = torch.where(all_beyond, pool[pages[:, :1], cells[:, :1]], new[:, :1])
-        pool[pages, cells] = torch.where(beyond[..., None, None], same, new)
+def _check_tensors(function: str, **given: tuple[Any, int]) -> None:
+    """Raises InvalidType or InvalidInput if an argument is neither None nor a tensor of so many axes."""
+    for name, (value, axes) in given.items():
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise InvalidType(f"{function}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
+        if value.dim() != axes:
+            raise InvalidInput(f"{function}: {name} has shape {tuple(value.shape)}; it must have {axes} axes")
 
 
 _float32 = WeakTensorKeyDictionary()  # table of rotations -> (its version, the same in float32)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warpwave.api import attention
-from warpwave.errors import InvalidInput
+from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations.flash_attn import (
     UNLIMITED,
     Window,
@@ -191,10 +191,15 @@ def flash_attn_with_kvcache(
     function = "flash_attn_with_kvcache"
     refuse(
         function, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
-        rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=None if cu_seqlens_k_new is cu_seqlens_q else cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
-    if cu_seqlens_q is not None:
-        max_seqlen_q = len(q) if max_seqlen_q is None else int(max_seqlen_q)
+    if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
+        raise UnsupportedProblem(
+            f"{function}: cu_seqlens_k_new is another tensor than cu_seqlens_q; the new tokens must be those of the "
+            "queries", {}, "the same tensor for both",
+        )  # fmt: skip
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = len(q)
     return with_kvcache(
         function, q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
         cache_batch_idx, cache_leftpad, page_table, options(softmax_scale, causal, window_size, softcap),

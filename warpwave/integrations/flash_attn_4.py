@@ -109,7 +109,8 @@ def flash_attn_varlen_func(
 
     Args:
         max_seqlen_q, max_seqlen_k: the longest sequences; all tokens if None, which is slower.
-        seqused_k: int32 (batch,): the used keys of each sequence. There are no gradients then.
+        seqused_k: int32 (batch,): the used keys of each sequence. There are no gradients then, nor with page_table, nor
+            for dense keys of packed queries.
 
     Returns:
         out, and lse or None.
@@ -128,13 +129,17 @@ def flash_attn_varlen_func(
     said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
     if cu_seqlens_q is None:
         refuse(f"{function} without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k)
-    if cu_seqlens_q is None or (cu_seqlens_k is None and page_table is None):
+    training = for_training(deterministic)
+    splits = num_splits if (num_splits or 0) > 1 else None
+    if cu_seqlens_q is seqused_k is page_table is None:
+        found = attention(q, k, v, return_lse=return_lse, **said, **training)
+    elif cu_seqlens_q is None or (cu_seqlens_k is None and page_table is None):
         if cu_seqlens_q is not None and max_seqlen_q is None:
             max_seqlen_q = len(q)
         found = with_kvcache(
             function, q, k, v, None, None, (None, None, False), seqused_k, None, None, page_table, said,
             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
-            num_splits=num_splits if num_splits > 1 else None, return_lse=return_lse,
+            num_splits=splits, return_lse=return_lse,
         )  # fmt: skip
     else:
         tokens_k = len(k) if page_table is None else page_table.shape[1] * k.shape[1]
@@ -143,8 +148,7 @@ def flash_attn_varlen_func(
             tokens_k if max_seqlen_k is None else max_seqlen_k,
         )
         found = packed(
-            function, q, k, v, cu_seqlens_q, cu_seqlens_k, longest, said, for_training(deterministic),
-            seqused_k=seqused_k, table=page_table, num_splits=num_splits if num_splits > 1 else None,
-            return_lse=return_lse,
+            function, q, k, v, cu_seqlens_q, cu_seqlens_k, longest, said, training, seqused_k=seqused_k,
+            table=page_table, num_splits=splits, return_lse=return_lse,
         )  # fmt: skip
     return found if return_lse else (found, None)

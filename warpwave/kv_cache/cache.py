@@ -157,6 +157,13 @@ class PagedKVCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+        def changeable(t: Any) -> Any:
+            return t.clone() if t is not None and t.is_inference() else t
+
+        with torch.inference_mode(False):  # tensors that were copied or read in that mode can be changed only there
+            self._tables = changeable(self._tables)
+            self._pools = [(*map(changeable, pool),) for pool in self._pools]
         self._make_views()
 
     # Properties ------------------------------------------------------------------------------------------------------
@@ -196,6 +203,8 @@ class PagedKVCache:
     def kept(self, row: int) -> tuple[int, int]:
         """Returns the first token of a row's sequence that was not evicted, and the number of tokens; 0 and 0 if it
         holds no sequence."""
+        if not 0 <= as_int("a row", row) < self.max_batch:
+            raise InvalidInput(f"row {row} is not in the cache, which has {self.max_batch} rows")
         sequence = self._sequences[row]
         return (0, 0) if sequence is None else (sequence.evicted * self.page_size, sequence.length)
 
@@ -205,7 +214,7 @@ class PagedKVCache:
 
     def shared_prefix(self, rows: Sequence[int]) -> int:
         """Returns how many tokens these sequences share: those of their common pages, from the first page on."""
-        sequences = [self._of(row) for row in rows]
+        sequences = [self._of(row) for row in integers("rows", rows, "a row")]
         if not sequences:
             return 0
         common = 0

@@ -12,9 +12,16 @@ from warpwave.kernels import cache_descales
 from warpwave.problem import AttentionProblem, CachedOperands
 
 
-def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) -> None:
+def check_cache_contents(
+    problem: AttentionProblem, operands: CachedOperands, present_table: torch.Tensor, num_new: int = 0
+) -> None:
     """Reads a cache's tables and factors and refuses contents that would be read incorrectly. Factors of the queries'
     own tokens are not read, because these tokens may not be written yet.
+
+    Args:
+        operands: with the page table and the lengths that the call will see.
+        present_table: the page table before the call. A page that the call will copy has its contents there.
+        num_new: the tokens that the call writes for each sequence, if they are not packed.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
@@ -46,6 +53,7 @@ def check_cache_contents(problem: AttentionProblem, operands: CachedOperands) ->
             if not 0 <= pages[row][i] < num_pages:
                 raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
         if problem.kv_factors == "token":
-            positions = torch.arange(first, max(first, min(last, used[row] - seqlen_q)), device=table.device)
-            cells.append((table[row, positions // page_size].long(), positions % page_size))
+            written = used[row] - max(seqlen_q, num_new)
+            positions = torch.arange(first, max(first, min(last, written)), device=table.device)
+            cells.append((present_table[row, positions // page_size].long(), positions % page_size))
     cache_descales.check_contents(operands, cells)

@@ -12,7 +12,7 @@ import torch
 from warpwave.checks import bind_axes, is_plain
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kernels import append_kv, cache_descales, descales
-from warpwave.options import as_int
+from warpwave.options import as_bool, as_int
 
 
 def integers(name: str, values: Any, each: str = "") -> list[int]:
@@ -76,7 +76,7 @@ class Rotary(NamedTuple):
             InvalidType: rotary_dim or positions is not an integer.
         """
         rotary_dim, positions = as_int("rotary_dim", rotary_dim), as_int("positions", positions)
-        if not isinstance(base, int | float):
+        if isinstance(base, bool) or not isinstance(base, int | float):
             raise InvalidType(f"base is {base!r}; it must be a number")
         if rotary_dim < 2 or rotary_dim % 2 or positions < 0 or not 0 < base < math.inf:
             raise InvalidInput(
@@ -172,6 +172,8 @@ def new_tokens(
         "k_new": (k_new, f"{leading} num_heads_kv head_dim"),
         "v_new": (v_new, f"{leading} num_heads_kv head_dim_v"),
     }
+    if rotary is None:
+        q = None
     for name, (tensor, pattern) in {**tensors, "q": (q, f"{leading} num_heads_q head_dim")}.items():
         if tensor is None:
             continue
@@ -191,8 +193,6 @@ def new_tokens(
         check_offsets_tensor("cu_seqlens", cu_seqlens, len(cu_seqlens) - 1 if rows is None else len(rows))
     if rotary is not None:
         _check_rotary(rotary, layer)
-    else:
-        q = None
     # Kernels read memory directly, but torch may have deferred a negation.
     k_new, v_new, q = (None if t is None else t.resolve_neg() for t in (k_new, v_new, q))
     return append_kv.New(
@@ -242,11 +242,17 @@ def check_positions(rotary: Rotary, longest: int) -> None:
 def _check_rotary(rotary: Rotary, layer: CacheLayer) -> None:
     if not isinstance(rotary, Rotary):
         raise InvalidType(f"rotary is a {type(rotary).__name__}; it must be a warpwave.Rotary")
+    as_bool("rotary.interleaved", rotary.interleaved)
     axes: dict[str, tuple[int, str]] = {}
     for name in ("cos", "sin"):
         tensor = getattr(rotary, name)
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.dtype != torch.float32:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
             raise InvalidType(f"rotary.{name} is {getattr(tensor, 'dtype', type(tensor).__name__)}; it must be float32")
+        if not is_plain(tensor):
+            raise InvalidType(
+                f"rotary.{name} is a subclass, sparse, nested or lazily negated; it must be a plain strided tensor "
+                "(resolve_neg() negates)"
+            )
         if tensor.device != layer.k.device:
             raise InvalidInput(f"rotary.{name} is on {tensor.device} and the cache on {layer.k.device}")
         bind_axes(f"rotary.{name}", tensor, "positions rotary_dim/2", axes)
