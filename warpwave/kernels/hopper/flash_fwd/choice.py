@@ -186,6 +186,13 @@ class Call:
         return self.is_unmasked and hides_few and 2 * p.seqlen_q < p.seqlen_k
 
     @property
+    def is_triangle(self) -> bool:
+        """Returns whether a causal mask without a window hides more keys from the first queries than from the last
+        ones: the longest blocks take far longer than the mean. A chunk's blocks are nearly equal."""
+        p = self.problem
+        return p.causal is not None and p.window_size[0] == -1 and not self.is_chunk
+
+    @property
     def pads_values(self) -> bool:
         """Returns whether narrow pieces of V are padded."""
         return self.is_plain and self.width_v in PADDED_VALUES
@@ -195,8 +202,12 @@ class Call:
         """Returns whether blocks of 192 rows balance over the SMs, and a tile has at most two pieces or V is padded.
 
         They balance if the busiest SM gets at most 1.13 times as many rows as from blocks of 128, or 1.06 times up to
-        head_dim 96. The ratios of measured calls: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384.
+        head_dim 96. The ratios of measured calls: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384. In one wave, the
+        longest block of a triangle sets the time: blocks of 128 are 1.06 to 1.27 times as fast there in 11 calls
+        (ONE_WAVE).
         """
+        if self.is_triangle and query_tiles(self.problem, 192, self.heads) <= self.num_sms:
+            return False
         more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
         return (len(pieces(self.width)) < 3 or self.pads_values) and more <= (1.13 if self.width > 96 else 1.06)
 
@@ -213,6 +224,7 @@ THREE_STAGES = "2026-11-26-h100-one-tile-of-v.json"
 SHORT_CALLS = "2026-11-26-h100-short-calls.json"
 FEW_TILES = "2026-11-26-h100-few-tiles.json"
 TOGETHER = "2026-11-26-h100-heads-together.json"
+ONE_WAVE = "2026-11-28-h200-short-causal-calls.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
@@ -274,6 +286,24 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(64, 128, 2),),
         "1.14 to 1.38 times as fast as 128 queries in 18 calls on an H100, 112 to 132 blocks, at head_dim 96 and 128",
         FEW_TILES,
+    ),
+    Rule(
+        "head_dim 65 to 256, dense, a causal mask alone, at least 640 keys a query, no chunk, at most two blocks of 64 "
+        "queries an SM",
+        lambda c: 64 < c.width <= 256 and c.is_bare and c.is_triangle and c.reach >= 640 and c.rows_per_sm(64) <= 128,
+        (Config(64, 64, 3), Config(64, 64, 2)),
+        "in one wave of blocks of 128 queries, the longest sets the time; an SM now runs a long and then a short one: "
+        "1.06 to 1.31 times as fast in 12 calls above head_dim 128 on an H200, 0.98 to 1.19 in 15 up to 128",
+        ONE_WAVE,
+    ),
+    Rule(
+        "head_dim 65 to 128, dense, a causal mask alone, at most 768 keys a query, no chunk, at most five blocks of 64 "
+        "queries an SM",
+        lambda c: 64 < c.width <= 128 and c.is_bare and c.is_triangle and c.reach <= 768 and c.rows_per_sm(64) <= 320,
+        (Config(64, 64, 2, 2),),
+        "0.98 to 1.36 times as fast as the former 128 x 128 or 192 x 64 in 24 calls on an H200, 1.13 in the geometric "
+        "mean; 0.96 to 1.20 times as fast as 128 x 128, 1.06 in the mean; 0.88 to 0.95 with more blocks",
+        ONE_WAVE,
     ),
     Rule(
         "head_dim 129 to 160, or to 192 with head_dim_v up to 128, dense, at most a causal mask, at least 1,024 keys",
