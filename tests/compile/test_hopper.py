@@ -126,6 +126,28 @@ def test_softcap(head_dim: int) -> None:
         assert "v" not in loop[loop.index("r") : loop.rindex("r")], what(facts)
 
 
+# head_dim, heads, keys of a causal call with few tiles, and its config: two blocks an SM, or a long and a short one.
+TWO_BLOCKS, IN_TURN = {"num_stages": 2, "blocks_per_sm": 2}, {"num_stages": 3, "blocks_per_sm": 1}
+SAMPLE_OF_FEW_TILES = [(128, 32, 640, TWO_BLOCKS), (256, 8, 2048, IN_TURN)]
+FULL_OF_FEW_TILES: list[tuple[int, int, int, dict[str, int]]] = [
+    *((d, 32, 640, TWO_BLOCKS) for d in (72, 96, 112)),
+    *((d, 8, 2048, IN_TURN) for d in (80, 96, 112, 128, 160, 192, 224)),
+]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "keys", "config"),
+    [*SAMPLE_OF_FEW_TILES, *(pytest.param(*p, marks=pytest.mark.full) for p in FULL_OF_FEW_TILES)],
+)
+def test_few_tiles_of_a_causal_call(head_dim: int, heads: int, keys: int, config: dict[str, int]) -> None:
+    a_job = hopper_job(head_dim, "causal")
+    a_job["problem"] |= {"batch": 1, "num_heads_q": heads, "num_heads_kv": heads, "seqlen_q": keys, "seqlen_k": keys}
+    (facts,) = compile_all([a_job])
+    assert facts["config"].items() >= {"block_m": 64, "block_n": 64, **config}.items()
+    check(head_dim, "causal", facts)
+    assert facts["spill_bytes"] == 0
+
+
 # What large calls from head_dim 65 to 128 take: three warpgroups, 160 registers a thread.
 OF_192 = {"block_m": 192, "block_n": 64, "num_stages": 4}
 SAMPLE_OF_192 = [(128, "window")]

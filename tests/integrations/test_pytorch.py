@@ -413,6 +413,10 @@ def test_varlen_attn_on_a_cache(overridden: None) -> None:
         pytorch.varlen_attn(q, pool[0], pool[1], cu_q, None, 5, 8, enable_gqa=True, block_table=table)
     with pytest.raises(warpwave.InvalidInput, match="enable_gqa"):
         pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7)
+    wrong: list[dict[str, Any]] = [{"window_size": (1,)}, {"return_aux": True}]
+    for change in wrong:
+        with pytest.raises(warpwave.InvalidType, match=next(iter(change))):
+            pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7, enable_gqa=True, **change)
 
 
 @pytest.mark.parametrize(("is_causal", "scale"), [(False, 0.3), (True, 0.3), (False, -0.3)])

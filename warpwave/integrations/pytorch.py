@@ -27,11 +27,11 @@ import torch.nn.functional as F
 
 from warpwave import autograd
 from warpwave.api import attention, attention_varlen, attention_with_kv_cache
-from warpwave.errors import InvalidInput, UnsupportedProblem
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations import caches
 from warpwave.kernels import dropout
 from warpwave.kv_cache import CacheLayer
-from warpwave.options import LARGEST, Options, with_positive_scale
+from warpwave.options import LARGEST, Options, as_window, with_positive_scale
 from warpwave.problem import AnyOperands, Causal, DropoutOperands, Operands
 
 __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]
@@ -322,11 +322,12 @@ def varlen_attn(
     heads_q, heads_kv = query.shape[-2], key.shape[-2]
     if not enable_gqa and heads_q != heads_kv:
         raise InvalidInput(f"query has {heads_q} heads and key {heads_kv}; pass enable_gqa=True to group them")
-    left, right = window_size
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise InvalidType(f"return_aux is {return_aux!r}; it must be torch's AuxRequest, or None")
     return_lse = return_aux is not None and bool(return_aux.lse)
     found: Any = _varlen(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, (left, right), seqused_k, block_table, num_splits,
-        return_lse,
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, as_window(window_size), seqused_k, block_table,
+        num_splits, return_lse,
     )  # fmt: skip
     return found
 
