@@ -579,9 +579,9 @@ def test_a_slice_of_a_longer_cache_is_read_in_place(length: int) -> None:
 def test_packed_queries_of_sequences_without_keys() -> None:
     z, cu = torch.zeros(0, 2, 16), offsets([1, 3])
     none = torch.zeros(2, dtype=torch.int32)
-    given: Any = (torch.randn(4, 4, 16), z, z, cu, 0 * cu, 3, 0)
-    assert not flash_attn_3.flash_attn_varlen_func(*given, None, none).any()
-    assert not flash_attn_3.flash_attn_varlen_func(*given).any()
+    q = torch.randn(4, 4, 16)
+    assert not flash_attn_3.flash_attn_varlen_func(q, z, z, cu, 0 * cu, 3, 0, seqused_k=none).any()
+    assert not flash_attn_3.flash_attn_varlen_func(q, z, z, cu, 0 * cu, 3, 0).any()
 
 
 def test_dense_sequences_of_version_4_have_gradients() -> None:
