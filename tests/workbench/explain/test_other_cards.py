@@ -96,3 +96,9 @@ def test_a_cards_kernels_do_not_depend_on_triton() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(f"{text(problem, explain_on(problem, cards('all')))}\n" for problem in CALLS)
+
+
+def test_estimated_bounds_are_called_so() -> None:
+    masked = replace(PROBLEM, mask_shape=(1, 1, 4096, 4096))
+    assert "the mask was not read" in text(masked, explain_on(masked, cards("l4,h200")))
+    assert "estimate" not in text(PROBLEM, explain_on(PROBLEM, cards("l4,h200")))

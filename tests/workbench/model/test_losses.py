@@ -78,6 +78,27 @@ def test_a_time_a_little_below_the_bound_is_split_with_a_warning() -> None:
     assert not _split(1.01).warning
 
 
+def test_a_time_below_an_estimated_bound_is_split() -> None:
+    problem = replace(_problem(4096, 16), mask_shape=(1, 1, 4096, 4096))
+    least = explain(problem, gpu="h200").bounds
+    assert least is not None and not least.exact
+    found = explain(problem, gpu="h200", measured_us=least.of_problem.time_us / 3)
+    assert found.losses is not None and "estimate" in found.losses.warning and "the mask was not read" in str(found)
+    counted = replace(problem, mask_visible_pairs=problem.visible_pairs)
+    with pytest.raises(InvalidInput, match="no implementation"):
+        explain(counted, gpu="h200", measured_us=least.of_problem.time_us / 3)
+    said = str(explain(counted, gpu="h200"))
+    assert "estimated" not in said, "a mask that was read is counted"
+
+
+def test_a_time_below_the_bound_is_no_share_of_it() -> None:
+    least = explain(_problem(4096, 16), gpu="h200").bounds
+    assert least is not None
+    said = str(explain(_problem(4096, 16), gpu="h200", measured_us=0.9 * least.of_problem.time_us))
+    assert "10.0% less than the bound" in said and "100.0%" not in said
+    assert "% of the data sheet bound" in str(explain(_problem(4096, 16), gpu="h200", measured_us=1000.0))
+
+
 def test_the_power_matched_yardstick_follows_the_clock() -> None:
     problem = _problem(8192, 64)
     high, low = _split(3.0, problem, clock=1980.0), _split(3.0, problem, clock=1200.0)

@@ -27,7 +27,15 @@ from warpwave.workbench.explain.near_misses import NearMiss, nearest, positional
 from warpwave.workbench.hardware import catalog, measure
 from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import Prediction, predict
-from warpwave.workbench.model.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
+from warpwave.workbench.model.roofline import (
+    Rates,
+    Roofline,
+    byte,
+    data_sheet_rates,
+    estimated,
+    measured_rates,
+    roofline,
+)
 from warpwave.workbench.model.steps import computes_gradients
 
 THAT_RECOMPUTES = "no implementation that recomputes the scores"  # of a backward's bound
@@ -375,7 +383,7 @@ def _losses(
             if problem.flops
             else "a measured time needs work to be split by, and this call has none"
         )
-    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none)
+    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none, estimated=estimated(problem))
 
 
 def _named(name: str) -> Gpu:

@@ -3,7 +3,7 @@
 The factors are the steps of the model, so each factor is the model's cost of that step. The remainder is what the model
 did not predict: above 1 the call was slower than predicted, below 1 it was faster. A measurement is compared with two
 yardsticks: the bound by the data sheet, and the same bound at the clock that the card ran at, because a card at its
-power limit runs no faster. Neither share exceeds 100 %.
+power limit runs no faster. Neither share exceeds 100 %; a time below the bound is no share of it and gets a warning.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def split(
     *,
     clock_mhz: float | None = None,
     none: str = "no implementation",
+    estimated: str = "",
 ) -> Losses:
     """Splits a measured time into the losses of a prediction.
 
@@ -111,9 +112,10 @@ def split(
         bounds: bounds by the data sheet, for the power-matched yardstick.
         clock_mhz: SM clock while it ran; None if it was not read.
         none: the implementations that the bound holds for, in words.
+        estimated: why the bound is an estimate (`roofline.estimated`); empty if it is exact.
 
     Raises:
-        InvalidInput: the time is shorter than the bound by more than `IMPOSSIBLE`, or not a positive number.
+        InvalidInput: the time is shorter than an exact bound by more than `IMPOSSIBLE`, or not a positive number.
     """
     if not 0 < measured_us < float("inf"):
         raise InvalidInput(f"the measured time is {measured_us} us; it must be above 0 and finite")
@@ -121,12 +123,14 @@ def split(
     if measured_us < prediction.bound_us:
         said = f"{us(prediction.bound_us)}. Check that the time is of the whole call, of this call and in us; if its "
         said += "inputs stayed in L2, pass --hot"
-        if measured_us * IMPOSSIBLE < prediction.bound_us:
+        if measured_us * IMPOSSIBLE < prediction.bound_us and not estimated:
             raise InvalidInput(
                 f"the measured time is {us(measured_us)}; on {sheet.name} {none} of this call takes less than {said}"
             )
         warning = f"The measured time is {1 - measured_us / prediction.bound_us:.1%} less than the bound, {said}. The "
         warning += "card may also run above its stated clock, or the kernel accumulate in less than float32."
+        if estimated:
+            warning += f" The bound itself is an estimate: {estimated}."
     losses = []
     before = prediction.bound_us
     for name, meaning in LOSSES.items():

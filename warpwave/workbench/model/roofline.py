@@ -192,6 +192,15 @@ def roofline(
     return Roofline(rates, tuple(bounds), best.name if best else "", problem.pairs_are_exact)
 
 
+def estimated(problem: AttentionProblem) -> str:
+    """Returns why the visible pairs of a call are an estimate, and its bounds with them; empty if they are exact."""
+    if problem.pairs_are_exact:
+        return ""
+    if problem.packed and problem.lengths is None:
+        return "the lengths were not read, and all sequences count as equally long"
+    return "the mask was not read, and every pair counts as visible that it could show"
+
+
 # Bounds of the problem ------------------------------------------------------------------------------------------------
 
 
