@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from warpwave.workbench.explain.advice import FAR
 from warpwave.workbench.model.losses import NOTICEABLE, recommendation
-from warpwave.workbench.model.roofline import FLOAT32_UNITS, Bound, Roofline, byte, estimated, figure, flop, us
+from warpwave.workbench.model.roofline import FLOAT32_UNITS, Bound, Roofline, byte, estimated, figure, flop, ratio, us
 from warpwave.workbench.model.steps import LOSSES
 from warpwave.workbench.terminal import columns
 
@@ -91,7 +91,7 @@ def kernel_section(said: Pass, title: str) -> Iterator[str]:
         )
     moved = cost.read_bytes + cost.write_bytes
     yield (
-        f"  work     {flop(cost.flops)} computed, {cost.flops / max(1, said.flops):,.3g} x the work; "
+        f"  work     {flop(cost.flops)} computed, {ratio(cost.flops, said.flops)} x the work; "
         f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x the "
         "minimum"
     )
