@@ -101,10 +101,11 @@ def _work(said: Explanation) -> Iterator[str]:
     doubt = f" (estimated: {why})" if (why := estimated(problem)) else ""
     everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
+    queries = problem.queries_needed
     yield "WORK       the minimum for any implementation"
     yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{doubt}"
     sizes = [DTYPE_BYTES[d] for d in (problem.dtype, problem.dtype_of_k, problem.dtype_of_v, problem.dtype_of_out)]
-    of_scores, of_values = rows * sizes[0] + keys * sizes[1], keys * sizes[2] + rows * sizes[3]
+    of_scores, of_values = queries * sizes[0] + keys * sizes[1], keys * sizes[2] + rows * sizes[3]
     for name, operands, width, cells in (
         ("QK^T", "q and k", problem.head_dim, of_scores),
         ("PV", "v and out", problem.head_dim_v, of_values),

@@ -334,12 +334,13 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
     work = work or problem.work()
     size = DTYPE_BYTES[problem.dtype]
     rows = problem.rows * problem.num_heads_q
-    keys = problem.keys_needed
+    queries, keys = problem.queries_needed, problem.keys_needed
+    read_or_written = ("dout", queries) if work.is_backward else ("out", rows)
     parts = {
-        "q": rows * problem.head_dim * size,
+        "q": queries * problem.head_dim * size,
         "k": keys * problem.head_dim * size,
         "v": keys * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_v],
-        "dout" if work.is_backward else "out": rows * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
+        read_or_written[0]: read_or_written[1] * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
     }
     if work.is_backward:
         every_key = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
