@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -102,3 +103,12 @@ def test_estimated_bounds_are_called_so() -> None:
     masked = replace(PROBLEM, mask_shape=(1, 1, 4096, 4096))
     assert "the mask was not read" in text(masked, explain_on(masked, cards("l4,h200")))
     assert "estimate" not in text(PROBLEM, explain_on(PROBLEM, cards("l4,h200")))
+
+
+def test_a_span_of_times_has_the_unit_of_each_end() -> None:
+    """Two ends in one unit name it once."""
+    long = replace(PROBLEM, seqlen_q=65536, seqlen_k=65536)
+    said = text(long, explain_on(long, cards("l4,h200")))
+    assert re.search(r"[\d,.]+ to [\d,.]+ (us|ms)", said) and not re.search(
+        r"\d us to [\d,.]+ us|ms to [\d,.]+ ms", said
+    )

@@ -358,3 +358,11 @@ def test_queries_that_see_no_key_are_not_read() -> None:
     assert masked.queries_needed == 16, "as few rows as these pairs can have"
     empty = replace(problem, causal=None, seqlen_k=0)
     assert "e+" not in str(explain(empty, gpu="h200")), "no ratio to a work of nothing"
+
+
+@pytest.mark.parametrize(
+    ("time_us", "said"),
+    [(0.5, "0.500 us"), (99_999.0, "99,999 us"), (100_000.0, "100 ms"), (9.5e6, "9,500 ms"), (36_414_794.0, "36.4 s")],
+)
+def test_long_times_are_in_longer_units(time_us: float, said: str) -> None:
+    assert us(time_us) == said

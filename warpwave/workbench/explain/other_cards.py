@@ -116,7 +116,8 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
             cells.append((row.card, served or "-", "-", why, "", least, binds, ""))
             continue
         p = row.prediction
-        span = f"{us(p.low_us)} to {us(p.high_us)}".replace(" us to", " to")
+        (low, unit), high = us(p.low_us).split(), us(p.high_us)
+        span = f"{low} to {high}" if high.endswith(f" {unit}") else f"{low} {unit} to {high}"
         most = max(p.factors, key=p.factors.__getitem__)
         flops = problem.flops + (problem.work(is_backward=True).flops if row.gradients else 0)
         rate = figure(flops / p.time_us * 1e-6)

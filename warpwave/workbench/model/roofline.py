@@ -415,8 +415,11 @@ def _bound(
 
 
 def us(time_us: float) -> str:
-    """Returns microseconds with at least three digits."""
-    return f"{time_us:,.{0 if time_us >= 100 else 1 if time_us >= 10 else 2 if time_us >= 1 else 3}f} us"
+    """Returns a time with at least three digits: in us, from 100,000 us on in ms, from 10,000 ms on in s."""
+    value, unit = (
+        (time_us * 1e-6, "s") if time_us >= 1e7 else (time_us * 1e-3, "ms") if time_us >= 1e5 else (time_us, "us")
+    )
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f} {unit}"
 
 
 def flop(amount: float) -> str:
