@@ -5,6 +5,8 @@
     python -m benchmarks.calibrate_model --only split_kv    fit one kernel, keep the others' constants
     python -m benchmarks.calibrate_model --gradients        fit and judge kernels of gradients, keep all others
     python -m benchmarks.calibrate_model --rejudge          keep its constants, judge them again, write the error bars
+    python -m benchmarks.calibrate_model --round    keep all but the error bar of cards without a calibration
+    python -m benchmarks.calibrate_model --gradients --round    the same for kernels of gradients
     python -m benchmarks.calibrate_model --card h100 --constants-of h200 --judge grid.jsonl    the same chip: judge
     python -m benchmarks.calibrate_model --card b200 --fit sweep.jsonl --judge other.jsonl --ceilings roof.json
 
@@ -83,6 +85,7 @@ def main() -> int:
     parser.add_argument(
         "--rejudge", action="store_true", help="keep the constants that ship; judge, and write how far off"
     )
+    parser.add_argument("--round", action="store_true", help="only measure how far off round constants are")
     parser.add_argument("--gradients", action="store_true", help="fit and judge kernels of gradients; keep all others")
     parser.add_argument("--only", nargs="+", default=[], help="fit these kernels or loops; the others' constants stay")
     parser.add_argument("--quick", action="store_true", help="do not predict kernels by the others' constants")
@@ -117,6 +120,11 @@ def main() -> int:
         )  # fmt: skip
         by_kernel = _print_judgement("judged, not fitted to", judged, gpu, taken)
         calibration.write(replace(taken, residuals=by_kernel), out)
+        return 0
+    if asked.round:
+        shipped = calibration.calibrations()[sheet.key]
+        rough = by_round_constants((*judged, *fitting), gpu, shipped)
+        calibration.write(replace(shipped, uncalibrated=rough), out)
         return 0
     if asked.rejudge:
         shipped = calibration.calibrations()[sheet.key]
@@ -175,9 +183,7 @@ def main() -> int:
     base = replace(base, kernels_left_out=before)
     _print_judgement("fitted to", fitting, gpu, base, brief=True)
     by_kernel = _print_judgement("judged, not fitted to", judged, gpu, base)
-    bare = replace(base, kernels={})
-    rough = residuals([_ratio(point, gpu, bare) for point in (*judged, *fitting)])
-    print(f"round constants, never fitted, on all points: {_words(rough)}")
+    rough = by_round_constants((*judged, *fitting), gpu, base)
     base = replace(base, residuals=by_kernel, uncalibrated=rough)
     before_fit = calibration.calibrations().get(sheet.key)
     calibration.write(base if before_fit is None else _with_gradients(base, before_fit), out)
@@ -195,6 +201,11 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
     judged = unseen([point for path in judge_files for point in points(path)], fitting)
     if asked.check:
         _print_judgement("judged", judged, gpu, None)
+        return 0
+    out = asked.out or calibration.FOLDER / f"{sheet.key}.json"
+    if asked.round:
+        rough = by_round_constants((*judged, *fitting), gpu, shipped)
+        calibration.write(replace(shipped, uncalibrated_gradients=rough), out)
         return 0
     names = sorted(dict.fromkeys(_key(point, gpu) for point in fitting), key=lambda name: name.count(" "))
     mine = {point.kernel.NAME for point in fitting}
@@ -217,18 +228,24 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
     base = replace(shipped, date=date, kernels=kernels, cross_validated=crossed, sources=sources)
     _print_judgement("fitted to", fitting, gpu, base, brief=True)
     found = _print_judgement("judged, not fitted to", judged, gpu, base)
-    bare = replace(shipped, kernels={})
-    rough = residuals([_ratio(point, gpu, bare) for point in (*judged, *fitting)])
-    print(f"round constants, never fitted, on all points: {_words(rough)}")
+    rough = by_round_constants((*judged, *fitting), gpu, shipped)
     kept = {name: of for name, of in shipped.residuals.items() if name not in mine}
     by_kernel = kept | {name: of for name, of in found.items() if name != "all"}
     if "all" in found:
         by_kernel[ALL_GRADIENTS] = found["all"]
-    calibration.write(
-        replace(base, residuals=by_kernel, uncalibrated_gradients=rough),
-        asked.out or calibration.FOLDER / f"{sheet.key}.json",
-    )
+    calibration.write(replace(base, residuals=by_kernel, uncalibrated_gradients=rough), out)
     return 0
+
+
+def by_round_constants(points: Sequence[Point], gpu: Gpu, base: Calibration) -> Residuals:
+    """Returns the errors of the constants that a card without a calibration gets. Prints them."""
+    ratios = []
+    for point in points:
+        where = calibration.machine_of_round_constants(_sheet(gpu), point.kernel.NAME, base)
+        ratios.append(_timer(point, gpu)(where) / point.time_us)
+    found = residuals(ratios)
+    print(f"round constants, never fitted, on all points: {_words(found)}")
+    return found
 
 
 def unseen(judged: Sequence[Point], fitting: Sequence[Point]) -> list[Point]:

@@ -367,3 +367,13 @@ def test_a_budget_that_nothing_keeps_is_said_in_one_line() -> None:
         dispatch.choose(problem, H200)
     said = str(refusal.value).splitlines()
     assert len(said) == 3 and "1e-09" in said[1] and "smallest promised error" in said[1]
+
+
+def test_the_smallest_promised_error_is_one_that_no_kernel_undercuts() -> None:
+    problem = replace(PROBLEM, dtype="float32", error_budget=5e-7)
+    with pytest.raises(UnsupportedProblem) as refusal:
+        dispatch.choose(problem, H200)
+    least = float(str(refusal.value).split("promised error for this call is ")[1].split(",")[0])
+    assert dispatch.choose(replace(problem, error_budget=1.03 * least), H200).kernel.NEEDS_GPU
+    with pytest.raises(UnsupportedProblem):
+        dispatch.choose(replace(problem, error_budget=0.97 * least), H200)

@@ -68,7 +68,12 @@ import torch, warpwave
 q = torch.randn(1, 5, 2, 16)
 expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, q, q))).transpose(1, 2)
 torch.testing.assert_close(warpwave.attention(q, q, q), expected)
-print(warpwave.explain(q, q, q).reasons["flash_fwd"])
+from dataclasses import replace
+from warpwave import dispatch
+from warpwave.gpu import Gpu
+from warpwave.runtime.triton_or_stub import NO_TRITON
+here = replace(Gpu.for_arch("sm_80"), no_triton=NO_TRITON)  # as `current_gpu` describes a GPU of this machine
+print(dispatch.why_not(dispatch.flash_fwd, warpwave.explain(q, q, q).problem, here))
 """
     assert "Triton is not installed" in run_python(code)
 

@@ -98,6 +98,7 @@ def test_band_counts_what_it_shows(seqlen_q: int, seqlen_k: int, low: int | None
     assert [(i, j) for i in range(seqlen_q) for j in band.keys(i, seqlen_k)] == cells
     assert band.pairs(seqlen_q, seqlen_k) == len(cells)
     assert band.keys_seen(seqlen_q, seqlen_k) == len({j for _, j in cells})
+    assert band.rows_that_see(seqlen_q, seqlen_k) == len({i for i, _ in cells})
 
 
 @given(problems())
@@ -116,7 +117,9 @@ def test_compulsory_bytes_are_each_needed_cell_once(problem: AttentionProblem) -
     size = {"float16": 2, "bfloat16": 2, "float32": 4}[problem.dtype]
     rows = sum(seqlen_q for seqlen_q, _ in problem.items()) * problem.num_heads_q
     keys = len({(b, j) for b, _, j in visible_cells(problem)}) * problem.num_heads_kv
-    expected = (rows + keys) * (problem.head_dim + problem.head_dim_v) * size
+    queries = len({(b, i) for b, i, _ in visible_cells(problem)}) * problem.num_heads_q
+    assert problem.queries_needed == queries
+    expected = ((queries + keys) * problem.head_dim + (rows + keys) * problem.head_dim_v) * size
     expected += 4 * problem.num_heads_q * problem.has_sinks
     expected += 4 * rows * problem.return_lse
     expected += 8 * (problem.batch + 1) * problem.packed

@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels.family import Family
+from warpwave.precision import PORTABLE, most_accurate, promised_error
 from warpwave.problem import AttentionProblem, by_kind
 
 split_kv, flash_fwd, large_head_dim = Family("split_kv"), Family("flash_fwd"), Family("large_head_dim")
@@ -163,10 +164,13 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
         for module in _candidates(problem, gpu):
             if not module.why_not(problem, gpu) and not outrun(module, problem, gpu):
                 return Choice(module, default_config(module, problem, gpu), "default")
-        # eager refuses error budgets alone, and no kernel's products are more accurate.
+        # eager refuses error budgets alone. The reason is that of the kernel with the most accurate products.
+        without = replace(problem, error_budget=None)
+        able = [module for module in _candidates(problem, gpu) if not module.why_not(without, gpu)]
+        best = min(able, key=lambda module: _least_error(module, problem, gpu))
         raise UnsupportedProblem(
             f"no kernel can run {problem.describe()} on {gpu.name}",
-            {eager.NAME: eager.why_not(problem, gpu)},
+            {best.NAME: best.why_not(problem, gpu)},
             "a larger budget, or precision='default'",
         )
     by_name = {module.NAME: module for module in kernels_for(problem)}
@@ -189,6 +193,12 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
     if not isinstance(config, module.Config):
         raise InvalidType(f"config is a {type(config).__name__}; kernel {kernel!r} takes {module.__name__}.Config")
     return Choice(module, config, "given")
+
+
+def _least_error(module: Any, problem: AttentionProblem, gpu: Gpu) -> float:
+    """Returns the smallest error that a kernel's float32 arithmetics promise for a call."""
+    able = getattr(module, "ABLE", PORTABLE) if module.NEEDS_GPU else ("ieee",)
+    return promised_error(most_accurate(problem, gpu, able) or "ieee", problem)
 
 
 def default_config(module: Any, problem: AttentionProblem, gpu: Gpu) -> Any:

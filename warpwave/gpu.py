@@ -51,6 +51,8 @@ class Gpu:
         num_sms: streaming multiprocessors or compute units, 0 if unknown.
         warp_size: lanes of a warp (a wave on AMD).
         memory_bytes: memory of the device, 0 if unknown.
+        no_triton: why this machine cannot compile Triton kernels for it; empty if it can, or if the GPU is only
+            described, because the choice of a kernel for another machine's GPU does not depend on this machine.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Gpu:
     num_sms: int
     warp_size: int
     memory_bytes: int = 0
+    no_triton: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -126,6 +129,8 @@ def current_gpu(device: torch.device) -> Gpu:
 def _cuda_gpu(index: int) -> Gpu:
     import torch
 
+    from warpwave.runtime.triton_or_stub import NO_TRITON
+
     props = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         vendor, arch = "amd", props.gcnArchName.split(":")[0]
@@ -138,7 +143,7 @@ def _cuda_gpu(index: int) -> Gpu:
     smem = getattr(props, "shared_memory_per_block_optin", 0) or ARCHS.get(arch, (vendor, default_smem, registers))[1]
     registers = ARCHS.get(arch, (vendor, smem, registers))[2]
     num_sms, memory = props.multi_processor_count, props.total_memory
-    return Gpu(props.name, vendor, arch, smem, registers, num_sms, props.warp_size, memory)
+    return Gpu(props.name, vendor, arch, smem, registers, num_sms, props.warp_size, memory, NO_TRITON or "")
 
 
 def reads_shared_memory(gpu: Gpu, block_m: int) -> bool:

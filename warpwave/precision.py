@@ -256,7 +256,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu, able: Iterable[str] = PORTABLE)
     if best is None:
         return [f"it has no float32 arithmetic on {gpu.name}"]
     return [
-        f"no float32 arithmetic it has on {gpu.name} keeps a relative error of {problem.error_budget:g}: the smallest "
+        f"no float32 arithmetic it has on {gpu.name} keeps a relative error of {problem.error_budget:g}: its smallest "
         f"promised error for this call is {promised_error(best, problem):.2g}, by {best}"
     ]
 

@@ -156,6 +156,11 @@ class Band(NamedTuple):
         last = seqlen_k - 1 if self.high is None else min(seqlen_k - 1, seqlen_q - 1 + self.high)
         return max(0, last - first + 1)
 
+    def rows_that_see(self, seqlen_q: int, seqlen_k: int) -> int:
+        """Returns how many queries see at least one key: `keys_seen` with queries and keys exchanged."""
+        low, high = (None if side is None else -side for side in self)
+        return Band(high, low).keys_seen(seqlen_k, seqlen_q)
+
 
 def _pairs_up_to(diagonal: int, seqlen_q: int, seqlen_k: int) -> int:
     """Counts the pairs with j - i <= diagonal: the sum over i < seqlen_q of clamp(i + diagonal + 1, 0, seqlen_k)."""
@@ -375,8 +380,10 @@ class AttentionProblem:
         size, width = DTYPE_BYTES[self.dtype], self.head_dim + self.head_dim_v
         of_lse = self.lse_bytes if self.return_lse else 0
         keys = (self.total_k if self.packed else self.batch * self.seqlen_k) * self.num_heads_kv
-        # As in the forward, with dO for out; and dQ, dK, dV.
-        moved = self.compulsory_bytes - of_lse + size * (self.rows * self.num_heads_q * self.head_dim + keys * width)
+        rows = self.rows * self.num_heads_q
+        # As in the forward, with the needed rows of dO for out; and dQ, dK, dV.
+        moved = self.compulsory_bytes - of_lse - size * (rows - self.queries_needed) * self.head_dim_v
+        moved += size * (rows * self.head_dim + keys * width)
         flops = 2 * self.visible_pairs * (3 * self.head_dim + 2 * self.head_dim_v)
         return Work(flops, self.exponentials, moved, 3, 2)
 
@@ -393,10 +400,11 @@ class AttentionProblem:
     @property
     def compulsory_bytes(self) -> int:
         """Returns the bytes that any implementation must move through device memory: each needed input read once, each
-        output written once. Not counted are keys that no query sees, cells of a mask or bias whose pair is hidden by
-        position, and their broadcast axes."""
+        output written once. Not counted are keys that no query sees, queries that see no key, cells of a mask or bias
+        whose pair is hidden by position, and their broadcast axes."""
         size, size_out = DTYPE_BYTES[self.dtype], DTYPE_BYTES[self.dtype_of_out]
-        total = self.rows * self.num_heads_q * (self.head_dim * size + self.head_dim_v * size_out)
+        total = self.queries_needed * self.head_dim * size
+        total += self.rows * self.num_heads_q * self.head_dim_v * size_out
         total += self.keys_needed * self.bytes_of_key
         total += self._bytes_of_factors()
         if self.mask_shape is not None:
@@ -448,6 +456,14 @@ class AttentionProblem:
         pairs_a_key = max(1, self.seqlen_q * self.num_heads_q // self.num_heads_kv)
         return min(keys, -(-self.mask_visible_pairs // pairs_a_key))
 
+    @property
+    def queries_needed(self) -> int:
+        """Returns a lower bound of the rows of Q, over all batches and query heads, that some visible pair needs."""
+        queries = self.num_heads_q * self._sum_over_items(lambda sq, sk: self.band(sq, sk).rows_that_see(sq, sk))
+        if self.mask_visible_pairs is None:
+            return queries
+        return min(queries, -(-self.mask_visible_pairs // max(1, self.seqlen_k)))
+
     def _cells_needed(self, shape: tuple[int, ...]) -> int:
         """Returns the cells of a mask or bias whose pair the positional masks show, with size-1 axes read once."""
         *outer, rows, keys = shape
@@ -456,9 +472,8 @@ class AttentionProblem:
             cells = band.pairs(self.seqlen_q, self.seqlen_k)
         elif keys > 1:
             cells = band.keys_seen(self.seqlen_q, self.seqlen_k)
-        elif rows > 1:  # the rows that see a key are the keys that a row sees, with rows and keys exchanged
-            low, high = (None if side is None else -side for side in band)
-            cells = Band(high, low).keys_seen(self.seqlen_k, self.seqlen_q)
+        elif rows > 1:
+            cells = band.rows_that_see(self.seqlen_q, self.seqlen_k)
         else:
             cells = rows * keys
         return math.prod(outer) * cells

@@ -18,7 +18,7 @@ from warpwave import dispatch
 from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.bench.workloads import Case, load_suite, parse_suite
 from warpwave.workbench.hardware.catalog import resolve
-from warpwave.workbench.model.calibration import Residuals, calibrations
+from warpwave.workbench.model.calibration import Residuals, calibrations, residuals
 
 H200 = resolve("h200")
 CPU = torch.device("cpu")
@@ -169,6 +169,23 @@ def test_constants_of_gradients_are_few_and_their_errors_are_known() -> None:
         assert known.points >= 12 and known.median <= 0.10 and known.within_20 >= least
     assert c.residuals["all gradients"].points >= 45
     assert c.uncalibrated_gradients is not None and c.uncalibrated_gradients.factor_90 < 2
+
+
+def test_the_error_bar_of_cards_without_a_calibration_is_that_of_round_constants(capsys: Any) -> None:
+    shipped, parts = calibrations()["h200"], []
+    for part in ("judge", "fit"):
+        paths = calibrate_model.gradient_records("h200", part)
+        parts.append([point for path in paths for point in calibration_points.points(path)])
+    measured = [*calibrate_model.unseen(*parts), *parts[1]]
+    known = shipped.uncalibrated_gradients
+    again = calibrate_model.by_round_constants(measured, H200, shipped)
+    assert known is not None and again.points == known.points
+    assert (
+        again.factor_90 == pytest.approx(known.factor_90, rel=0.03)
+        and f"{again.factor_90:.2f}" in capsys.readouterr().out
+    )
+    fitted = residuals([calibrate_model._ratio(point, H200, shipped) for point in measured])
+    assert again.median > 2 * fitted.median, "round constants know less than those of an H200"
 
 
 def test_a_fit_of_forward_kernels_keeps_the_constants_of_gradients() -> None:

@@ -157,7 +157,7 @@ def test_a_budget_for_16_bit_inputs_says_what_to_do() -> None:
 def test_a_budget_nothing_keeps_names_what_is_kept(kernel: str) -> None:
     x = Q.to(DEVICE)
     with pytest.raises(
-        UnsupportedProblem, match=r"keeps a relative error of 1e-09: the smallest promised error .* by \w+"
+        UnsupportedProblem, match=r"keeps a relative error of 1e-09: its smallest promised error .* by \w+"
     ):
         attention(x, x, x, precision=1e-9, kernel=kernel)
 

@@ -362,6 +362,14 @@ def test_pages_that_are_no_power_of_two_are_refused() -> None:
     assert "page_size is 48" in reason
 
 
+@pytest.mark.parametrize("seqlen_k", [1, 64])
+def test_few_queries_on_one_tile_of_keys_have_nothing_to_split(seqlen_k: int) -> None:
+    (reason,) = split_kv.outrun(replace(DECODE, batch=64, num_heads_kv=32, seqlen_q=1, seqlen_k=seqlen_k), H200)
+    assert "nothing to split" in reason and "faster" not in reason and "1 query " in reason
+    (long,) = split_kv.outrun(replace(DECODE, seqlen_q=4096, seqlen_k=4096), H200)
+    assert "faster at 16 queries or fewer" in long
+
+
 def test_explain_prints_the_splits_and_their_reason() -> None:
     """For a cache split_kv serves, for a dense call where it is asked for; eager's part is to be named behind it."""
     said = explain(replace(DECODE, page_size=16), gpu=H200)

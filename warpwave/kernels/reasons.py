@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 FLOAT8_CAPABILITY = 89
 FLOAT8_ON_AMD = ("gfx942", "gfx950", "gfx1201")
@@ -21,14 +20,14 @@ FEATURES: dict[str, Callable[[AttentionProblem], bool]] = {
 NO_GRADIENTS = "it computes no gradients; call under torch.no_grad() if none are needed"
 
 
-def of_triton() -> list[str]:
-    """Returns why no Triton kernel can be compiled in this environment."""
-    return [] if NO_TRITON is None else [NO_TRITON]
+def of_triton(gpu: Gpu) -> list[str]:
+    """Returns why no Triton kernel can be compiled for a GPU of this machine."""
+    return [gpu.no_triton] if gpu.no_triton else []
 
 
 def of_device(gpu: Gpu) -> list[str]:
     """Returns why a portable kernel that multiplies by the matrix unit cannot run on a device."""
-    reasons = of_triton()
+    reasons = of_triton(gpu)
     if gpu.vendor == "cpu":
         reasons.append(
             "found tensors on the CPU; it needs an NVIDIA GPU of compute capability 8.0 or newer, or an AMD one"
@@ -46,8 +45,8 @@ def of_matrix_unit(gpu: Gpu) -> list[str]:
 def of_hopper(gpu: Gpu) -> list[str]:
     """Returns why a Gluon kernel for Hopper cannot run on a device."""
     if gpu.arch == "sm_90":
-        return of_triton()
-    return [*of_triton(), f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)"]
+        return of_triton(gpu)
+    return [*of_triton(gpu), f"found {gpu.name} ({gpu.arch}); it needs an NVIDIA Hopper GPU (sm_90)"]
 
 
 def of_quantized(problem: AttentionProblem, gpu: Gpu) -> list[str]:

@@ -111,7 +111,8 @@ if NO_TRITON is None:
         return __new__
 
 else:
-    gluon = gl = mbarrier = tma = jit = constexpr_function = aggregate = tl
+    gluon = gl = mbarrier = tma = jit = aggregate = tl
+    constexpr_function = tl.constexpr_function
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
     block_barrier = reinterpret = with_fields = tl
 

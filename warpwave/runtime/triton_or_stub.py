@@ -6,6 +6,7 @@ is configured, and these must be available on any machine.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 try:
@@ -19,8 +20,21 @@ try:
     INTERPRETED = NO_TRITON is None and bool(triton.knobs.runtime.interpret)
 except ImportError:
 
+    @dataclass(frozen=True)
+    class _Constexpr:
+        """Replaces a compile-time constant: claims, configs and costs read its value."""
+
+        value: Any
+
     class _Stub:
         """Replaces any attribute of Triton in annotations and decorators."""
+
+        constexpr = _Constexpr
+
+        @staticmethod
+        def constexpr_function(function: Any) -> Any:
+            """Returns the function, which the host calls too."""
+            return function
 
         def __getattr__(self, name: str) -> Any:
             return self

@@ -15,6 +15,7 @@ from tests.workbench.explain.test_explanation import PLAIN, nothing_measured, on
 from warpwave import Explanation, dispatch
 from warpwave.workbench.explain.advice import MOST
 from warpwave.workbench.hardware.catalog import resolve
+from warpwave.workbench.model.roofline import us
 
 __all__ = ["nothing_measured"]  # fixture
 
@@ -176,3 +177,62 @@ def test_the_nearest_fast_path_is_said_first() -> None:
     assert said.kernel == "eager" and said.near_misses
     text = str(said)
     assert text.index("would serve this call") < text.index(said.advice[0][:20])
+
+
+# Advice that the model decides ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card", ["t4", "v100", "rtx2080ti"])
+def test_float16_is_advised_on_cards_without_bfloat16(card: str) -> None:
+    said = on(card, dtype="bfloat16")
+    least = on(card, dtype="float16").bounds
+    assert least is not None and said.bounds is not None
+    text = advice(said)
+    assert "float16 inputs" in text and us(least.of_problem.time_us) in text
+    assert us(said.bounds.of_problem.time_us) in text and "float16 inputs" not in advice(on("a100-80gb"))
+
+
+def test_no_precision_is_advised_that_is_predicted_to_be_slower() -> None:
+    for card in ("l4", "h200", "a100-80gb", "mi300x", "rtx4090"):
+        said = on(card, dtype="float32")
+        assert said.prediction is not None
+        for name in re.findall(r"precision='(\w+)'", advice(said)):
+            other = on(card, dtype="float32", precision=name).prediction
+            assert other is not None and other.time_us < said.prediction.time_us, (card, name)
+    assert "'ieee'" not in advice(on("l4", dtype="float32", head_dim=128, head_dim_v=128))
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(385, 392), (515, 520)])
+def test_padding_to_whole_16_bytes_is_advised(head_dim: int, padded: int) -> None:
+    options = {"num_heads_q": 16, "num_heads_kv": 16, "seqlen_q": 4096, "seqlen_k": 4096}
+    said = on("h200", head_dim=head_dim, head_dim_v=head_dim, **options)
+    after = on("h200", head_dim=padded, head_dim_v=padded, **options).prediction
+    assert after is not None and f"from head_dim {head_dim} to {padded}" in advice(said)
+    assert us(after.time_us) in advice(said) and "softmax_scale=" in advice(said)
+    assert "Pad q" not in advice(on("h200", head_dim=padded, head_dim_v=padded, **options))
+
+
+def test_the_padding_of_v_is_named_where_it_is_alone() -> None:
+    said = on("h200", head_dim=320, head_dim_v=320, mask_shape=(1, 1, PLAIN.seqlen_q, PLAIN.seqlen_k))
+    found = re.search(r"computes head_dim 320 as (\d+) and head_dim_v 320 as (\d+): (\d+) / 640", advice(said))
+    assert found is not None and int(found[1]) + int(found[2]) == int(found[3]) > 640
+
+
+def test_configs_are_advised_where_they_can_help() -> None:
+    assert "bench" not in advice(on("t4", dtype="float16")) and "config" not in advice(on("t4", dtype="float16"))
+    eight = on("h200", dtype="float8_e4m3fn", dtype_v="float8_e4m3fn", dtype_out="bfloat16", descale_blocks=(0, 0, 0))
+    assert eight.prediction is not None and eight.prediction.factors["arithmetic"] > 1.2
+    assert "config" not in advice(eight)
+
+
+def test_a_backward_that_takes_longer_is_named() -> None:
+    said = on("h200", head_dim=512, head_dim_v=512, seqlen_q=2048, seqlen_k=2048, requires_grad=True)
+    assert said.backward is not None and said.backward.prediction is not None and said.both is not None
+    assert said.both.prediction is not None
+    share = said.backward.prediction.time_us / said.both.prediction.time_us
+    assert share > 0.5 and f"{share:.0%}" in advice(said) and said.backward.kernel in advice(said)
+
+
+def test_a_cpu_is_told_once_to_move() -> None:
+    said = on("cpu")
+    assert len(said.near_misses) == 1 and "Nothing" not in advice(said)

@@ -370,3 +370,14 @@ def test_what_is_computed_again_and_added_has_a_step_of_its_own() -> None:
     assert factors(flash_fwd)["recomputation"] == factors(hopper_flash_bwd)["recomputation"] == 1
     assert factors(flash_fwd)["reductions"] == factors(flash_bwd)["reductions"] == 1
     assert factors(hopper_flash_bwd)["reductions"] < 1.05 < 1.5 < factors(_WithMoreSums())["reductions"]
+
+
+def test_memory_traffic_is_at_least_the_gradients() -> None:
+    problem = AttentionProblem(
+        batch=2, seqlen_q=1024, seqlen_k=1024, num_heads_q=8, num_heads_kv=2, head_dim=128, head_dim_v=64,
+        dtype="bfloat16", softmax_scale=0.1, causal=Causal(), window_size=(300, 0), requires_grad=True,
+    )  # fmt: skip
+    backward = warpwave.explain(problem, gpu="h200").backward
+    assert backward is not None and backward.prediction is not None
+    memory = next(t for t in backward.prediction.traffic if t.level == "memory")
+    assert memory.bytes >= backward.compulsory_bytes and memory.redundancy >= 1

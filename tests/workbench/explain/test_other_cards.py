@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -69,3 +73,42 @@ def test_the_command() -> None:
     assert said.exit_code == 0 and "l4 *" in said.output and "nine in ten" in said.output
     data = json.loads(CliRunner().invoke(app, ["explain", "--gpu", "l4,h200", "--json"]).output)
     assert [row["card"] for row in data] == ["l4", "h200"]
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # importing it raises, as where it is not installed
+from tests.workbench.explain.test_other_cards import CALLS, cards, explain_on, text
+for problem in CALLS:
+    print(text(problem, explain_on(problem, cards("all"))))
+"""
+CALLS = (  # their kernels are chosen by rules, tables and constants of every family
+    replace(PROBLEM, requires_grad=True),
+    replace(PROBLEM, dtype="float32", precision="default", requires_grad=True),
+    replace(PROBLEM, head_dim=512, head_dim_v=512),
+    replace(PROBLEM, seqlen_q=1, num_heads_kv=2),
+    replace(PROBLEM, mask_shape=(1, 1, 4096, 4096)),
+)
+
+
+def test_a_cards_kernels_do_not_depend_on_triton() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{text(problem, explain_on(problem, cards('all')))}\n" for problem in CALLS)
+
+
+def test_estimated_bounds_are_called_so() -> None:
+    masked = replace(PROBLEM, mask_shape=(1, 1, 4096, 4096))
+    assert "the mask was not read" in text(masked, explain_on(masked, cards("l4,h200")))
+    assert "estimate" not in text(PROBLEM, explain_on(PROBLEM, cards("l4,h200")))
+
+
+def test_a_span_of_times_has_the_unit_of_each_end() -> None:
+    """Two ends in one unit name it once."""
+    long = replace(PROBLEM, seqlen_q=65536, seqlen_k=65536)
+    said = text(long, explain_on(long, cards("l4,h200")))
+    assert re.search(r"[\d,.]+ to [\d,.]+ (us|ms)", said) and not re.search(
+        r"\d us to [\d,.]+ us|ms to [\d,.]+ ms", said
+    )

@@ -51,6 +51,21 @@ def test_a_whole_sheet_takes_from_the_architecture_what_it_leaves_out(tmp_path: 
     assert data_sheet(gpu_of(sheet)) is sheet
 
 
+@pytest.mark.parametrize("key", ["l4", "h200", "a100-80gb", "mi300x", "mi100", "rtx4090"])
+def test_missing_rates_follow_from_float16(key: str, tmp_path: Path) -> None:
+    like = catalog.catalog()[key]
+    needed = {path: like.peak_tflops[path] for path in ("float16", "float32")}
+    rates = "".join(f"{path} = {peak}\n" for path, peak in needed.items())
+    sheet = load(_written(tmp_path, f'like = "{key}"\n[peak_tflops]\n{rates}'))
+    assert sheet.peak_tflops.keys() == like.peak_tflops.keys(), "a unit that the architecture lacks has no rate"
+    for path, peak in like.peak_tflops.items():
+        # Some cards of an architecture have less; a rate that is too high leaves the bound a bound.
+        assert sheet.peak_tflops[path] >= 0.995 * peak, path
+        assert path in ("int8", "fp8", "tf32") or sheet.peak_tflops[path] == pytest.approx(peak, rel=0.01)
+    stated = load(_written(tmp_path, f'like = "{key}"\n[peak_tflops]\n{rates}int8 = 7\n'))
+    assert stated.peak_tflops["int8"] == 7
+
+
 @pytest.mark.parametrize("sheet", catalog.catalog().values(), ids=lambda sheet: sheet.key)
 def test_what_follows_from_the_architecture_is_what_the_catalog_has(sheet: catalog.DataSheet, tmp_path: Path) -> None:
     if sheet.arch not in catalog.ARCHS:

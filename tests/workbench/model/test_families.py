@@ -13,7 +13,7 @@ from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import catalog, gpu_of
 from warpwave.workbench.model import published
-from warpwave.workbench.model.calibration import UNCALIBRATED, Machine, calibrations
+from warpwave.workbench.model.calibration import UNCALIBRATED, Machine, calibrations, machine_of_round_constants
 from warpwave.workbench.model.families import constants, is_fitted, is_lent, power_for_products
 from warpwave.workbench.model.predict import predict
 
@@ -22,6 +22,14 @@ CARDS = catalog()
 
 def test_an_h200_has_the_round_constants_that_its_measurements_judge() -> None:
     assert constants(CARDS["h200"]) == UNCALIBRATED
+
+
+def test_the_round_constants_of_a_calibrated_card_are_not_its_fitted_ones() -> None:
+    shipped = calibrations()["h200"]
+    for kernel in ("hopper/flash_fwd", "hopper/flash_bwd", "eager backward"):
+        rough = machine_of_round_constants(CARDS["h200"], kernel, shipped)
+        assert replace(rough.constants, host_us=0.0) == UNCALIBRATED and not rough.fitted
+        assert rough.calibration == shipped and (rough.constants.host_us > 0) == (kernel == "eager backward")
 
 
 def test_power_follows_the_watts_for_a_product() -> None:

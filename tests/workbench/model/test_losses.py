@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from warpwave.workbench.hardware.catalog import catalog, resolve
 from warpwave.workbench.model.losses import REMEDIES, Losses, recommendation, split
 from warpwave.workbench.model.predict import predict
 from warpwave.workbench.model.roofline import data_sheet_rates, roofline
-from warpwave.workbench.model.steps import LOSSES
+from warpwave.workbench.model.steps import LOSSES, aligned_loop
 from warpwave.workbench.report import shipped
 
 H200, SHEET = resolve("h200"), catalog()["h200"]
@@ -76,6 +77,27 @@ def test_a_time_a_little_below_the_bound_is_split_with_a_warning() -> None:
     assert math.prod(loss.factor for loss in found.losses) == pytest.approx(0.9)
     assert all(0 < y.share <= 1 for y in found.yardsticks) and found.remainder < 0.9
     assert not _split(1.01).warning
+
+
+def test_a_time_below_an_estimated_bound_is_split() -> None:
+    problem = replace(_problem(4096, 16), mask_shape=(1, 1, 4096, 4096))
+    least = explain(problem, gpu="h200").bounds
+    assert least is not None and not least.exact
+    found = explain(problem, gpu="h200", measured_us=least.of_problem.time_us / 3)
+    assert found.losses is not None and "estimate" in found.losses.warning and "the mask was not read" in str(found)
+    counted = replace(problem, mask_visible_pairs=problem.visible_pairs)
+    with pytest.raises(InvalidInput, match="no implementation"):
+        explain(counted, gpu="h200", measured_us=least.of_problem.time_us / 3)
+    said = str(explain(counted, gpu="h200"))
+    assert "estimated" not in said, "a mask that was read is counted"
+
+
+def test_a_time_below_the_bound_is_no_share_of_it() -> None:
+    least = explain(_problem(4096, 16), gpu="h200").bounds
+    assert least is not None
+    said = str(explain(_problem(4096, 16), gpu="h200", measured_us=0.9 * least.of_problem.time_us))
+    assert "10.0% less than the bound" in said and "100.0%" not in said
+    assert "% of the data sheet bound" in str(explain(_problem(4096, 16), gpu="h200", measured_us=1000.0))
 
 
 def test_the_power_matched_yardstick_follows_the_clock() -> None:
@@ -149,3 +171,41 @@ def test_the_command_takes_a_time_and_answers_a_wrong_one_in_a_sentence() -> Non
     assert said.exit_code == 0 and "LOSSES" in said.output and "PREDICTED" in said.output
     assert isinstance(CliRunner().invoke(app, [*call, "--measured-us", "0.1"]).exception, InvalidInput)
     assert CliRunner().invoke(app, ["explain", "--gpu", "h200,l4", "--measured-us", "100"]).exit_code == 2
+
+
+# Labels ---------------------------------------------------------------------------------------------------------------
+
+
+def _of(gpu: str = "h200", **changes: Any) -> dict[str, float]:
+    """Returns the factors of a call of 16 heads and 4,096 tokens."""
+    widths = {"head_dim": 128, "head_dim_v": changes.get("head_dim", 128)}
+    prediction = explain(replace(_problem(4096, 16), **(widths | changes)), gpu=gpu).prediction
+    assert prediction is not None
+    return prediction.factors
+
+
+def test_rows_of_odd_sizes_are_no_loss_of_the_clocks() -> None:
+    odd, even = _of(head_dim=385), _of(head_dim=392)
+    assert odd["alignment"] > 5 and even["alignment"] == 1
+    assert odd["clocks"] == pytest.approx(even["clocks"], rel=0.1)
+    assert aligned_loop("odd rows") == aligned_loop("") == ""
+    assert aligned_loop("library library odd") == "library library" and aligned_loop("few rows") == "few rows"
+
+
+def test_the_reached_bandwidth_is_no_loss_of_the_clocks() -> None:
+    decode = _of(batch=64, seqlen_q=1, seqlen_k=8192, num_heads_q=32, num_heads_kv=8)
+    assert decode["bandwidth"] > 1.05 and decode["clocks"] == pytest.approx(1)
+    assert _of()["bandwidth"] == 1 and _of()["clocks"] > 1.05
+
+
+def test_operands_of_multiply_adds_are_no_passes_that_wait() -> None:
+    single = _of(dtype="float32", precision="ieee")
+    assert single["operands"] > 1.5 and single["separate passes"] == pytest.approx(1, abs=0.01)
+    assert _of()["operands"] == 1
+
+
+def test_no_remedy_of_the_fill_is_one_that_a_kernel_has() -> None:
+    said = explain(_problem(4096, 16), gpu="h200")
+    assert said.kernel == "hopper/flash_fwd" and said.cost is not None and said.cost.blocks < (said.cost.items or 0)
+    assert "persistent" not in REMEDIES["fill"], "these blocks are persistent"
+    assert "next tile" not in REMEDIES["fill"], "in a grid of fewer tiles than SMs no block has one"

@@ -13,6 +13,7 @@ from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import flash_fwd
 from warpwave.kernels.cost import Cost
 from warpwave.problem import AttentionProblem, Causal
+from warpwave.workbench.explain.explanation import explain
 from warpwave.workbench.hardware.catalog import catalog, find, gpu_of
 from warpwave.workbench.hardware.measure import Ceilings
 from warpwave.workbench.model.roofline import (
@@ -26,6 +27,7 @@ from warpwave.workbench.model.roofline import (
     measured_rates,
     product_path,
     roofline,
+    tensor_bytes,
     us,
 )
 
@@ -337,3 +339,30 @@ def test_figures_in_words() -> None:
         "12 FLOP", "1.234 kFLOP", "2.5 MFLOP", "68.72 GFLOP", "2.199 TFLOP", "5,000 TFLOP",
     ]  # fmt: skip
     assert byte(16777216) == "16.78 MB" and figure(10214.4) == "10,214" and figure(989.4) == "989.4"
+
+
+def test_queries_that_see_no_key_are_not_read() -> None:
+    """Causal masks end at the last key, so of 8,192 queries on 1,024 keys the first 7,168 see none."""
+    problem = AttentionProblem(
+        batch=1, seqlen_q=8192, seqlen_k=1024, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
+        dtype="bfloat16", softmax_scale=0.1, causal=Causal(),
+    )  # fmt: skip
+    row = 16 * 128 * 2
+    assert tensor_bytes(problem) == {"q": 1024 * row, "k": 1024 * row, "v": 1024 * row, "out": 8192 * row}
+    assert problem.compulsory_bytes == sum(tensor_bytes(problem).values())
+    backward = problem.work(is_backward=True)
+    needed = {"dout": 1024 * row, "dq": 8192 * row, "dk": 1024 * row, "dv": 1024 * row}
+    assert tensor_bytes(problem, backward).items() >= needed.items()
+    assert backward.compulsory_bytes == sum(tensor_bytes(problem, backward).values())
+    masked = replace(problem, causal=None, mask_shape=(1, 1, 8192, 1024), mask_visible_pairs=16 * 1024)
+    assert masked.queries_needed == 16, "as few rows as these pairs can have"
+    empty = replace(problem, causal=None, seqlen_k=0)
+    assert "e+" not in str(explain(empty, gpu="h200")), "no ratio to a work of nothing"
+
+
+@pytest.mark.parametrize(
+    ("time_us", "said"),
+    [(0.5, "0.500 us"), (99_999.0, "99,999 us"), (100_000.0, "100 ms"), (9.5e6, "9,500 ms"), (36_414_794.0, "36.4 s")],
+)
+def test_long_times_are_in_longer_units(time_us: float, said: str) -> None:
+    assert us(time_us) == said

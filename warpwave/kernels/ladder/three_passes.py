@@ -276,7 +276,7 @@ def specify(
 
 def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason against keeping scores in memory."""
-    found = reasons.of_triton()
+    found = reasons.of_triton(gpu)
     if gpu.vendor == "cpu":
         found.append("found tensors on the CPU; it needs an NVIDIA or AMD GPU")
     found += reasons.of_gradients(problem) + reasons.of_dropout(problem)

@@ -58,8 +58,11 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         return []
-    asked = f"{problem.seqlen_q} queries and {problem.seqlen_k} keys a sequence"
+    queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
+    asked = f"{queries} and {problem.seqlen_k} key{'s' * (problem.seqlen_k != 1)} a sequence"
     outside = [f"{asked}; faster at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
+    if problem.seqlen_q <= FEW_QUERIES:
+        outside = [f"{asked}: a tile has up to {FEWEST_KEYS} keys, so there is nothing to split"]
     if not TINY[0] <= problem.seqlen_k <= KEYS[1]:
         return outside  # every long prompt ends here, without computing a config
     config = default(problem, gpu)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
 from warpwave.precision import ARITHMETICS, PORTABLE, arithmetic
-from warpwave.problem import AttentionProblem, Band
-from warpwave.workbench.explain.near_misses import as_positional
-from warpwave.workbench.model.predict import Prediction
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band
+from warpwave.workbench.explain.near_misses import as_positional, padded_to
+from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import (
     FLOAT32_PATHS,
     Bound,
@@ -30,11 +31,16 @@ from warpwave.workbench.model.roofline import (
     roofline,
     us,
 )
-from warpwave.workbench.model.steps import LOSSES
+from warpwave.workbench.model.steps import LOSSES, OF_THE_CARD
 
 FAR = 1.6  # predictions of unmeasured calls are off by more than this in one call of ten
 NOTICEABLE = 1.05  # a bound that falls by less gets no sentence
 MOST = 3  # sentences
+LARGE = 1.2  # a loss by the model that gets a sentence if no bound can fall
+# Losses that depend on the tiles and the grid, and so on the config.
+OF_A_CONFIG = {
+    "head padding", "hidden pairs", "ragged tiles", "idle SMs", "traffic", "reductions", "softmax", "latency", "fill",
+}  # fmt: skip
 FEW_BLOCKS = 4  # per SM; with more, the last block to finish costs little
 
 
@@ -52,6 +58,8 @@ class Call:
         layout: phrases about strides that cost time.
         prediction: of this kernel's time; None if there is no model of the card.
         alternatives_us: kernel name -> predicted time, for the other kernels that could run the call.
+        backward: the prediction of the call's backward; None without gradients, or without a model.
+        hot: whether the call before used the same tensors.
     """
 
     problem: AttentionProblem
@@ -65,12 +73,31 @@ class Call:
     layout: tuple[str, ...] = ()
     prediction: Prediction | None = None
     alternatives_us: Mapping[str, float] = field(default_factory=dict)
+    backward: Prediction | None = None
+    hot: bool = False
 
     def least_us(self, problem: AttentionProblem, config: Any) -> float:
         """Returns the lower bound of a changed call, or of this call with another config, at the same rates."""
         assert self.bounds is not None
         cost, precision = self.kernel.cost(problem, self.gpu, config), computed_in(self.kernel, problem, self.gpu)
         return roofline(problem, self.bounds.rates, gpu=self.gpu, cost=cost, precision=precision).time_us
+
+    def faster(self, problem: AttentionProblem) -> str | None:
+        """Returns a phrase with the predicted times of a changed call and of this one; empty if there is no model of
+        them, and None if the changed call is not predicted to be noticeably faster. A bound that falls is no reason for
+        a change that makes the call slower."""
+        from warpwave import dispatch
+
+        try:
+            choice = dispatch.choose(problem, self.gpu)
+        except UnsupportedProblem:
+            return None
+        after = predict(problem, choice.kernel, choice.config, self.gpu, hot=self.hot)
+        if after is None or self.prediction is None:
+            return ""
+        if after.time_us * NOTICEABLE >= self.prediction.time_us:
+            return None
+        return f"; predicted: {us(after.time_us)} instead of {us(self.prediction.time_us)}"
 
 
 def computed_in(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> str:
@@ -92,7 +119,7 @@ def recommendations(call: Call) -> list[str]:
     """Returns at most three sentences, the largest gain first; one sentence if no change would help."""
     if call.problem.visible_pairs == 0:
         return ["Nothing: no key is visible to any query, so this call has no work."]
-    found = [*_mask(call), *_layout(call), *_other_kernel(call)]
+    found = [*_mask(call), *_layout(call), *_other_kernel(call), *_alignment(call), *_backward(call)]
     if call.bounds is not None and call.bounds.binding is not None and not call.gpu.is_cpu:
         found += [advice for rule in RULES for advice in rule(call, call.bounds, call.bounds.rates)]
     found.sort(key=lambda advice: -advice.saves_us)
@@ -158,10 +185,11 @@ def _head_padding(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advic
     if tiles is None or useful == computed:
         return
     saves = tiles.time_us * (1 - useful / computed)
+    apart = problem.head_dim_v != problem.head_dim or widths[1] != widths[0]
     yield _Advice(
         saves,
         f"{call.kernel.NAME} computes head_dim {problem.head_dim} as {widths[0]}"
-        + (f" and head_dim_v {problem.head_dim_v} as {widths[1]}" if problem.head_dim_v != problem.head_dim else "")
+        + (f" and head_dim_v {problem.head_dim_v} as {widths[1]}" if apart else "")
         + f": {computed} / {useful} = {computed / useful:.3g} x the products, {us(saves)} of {us(tiles.time_us)}. "
         f"A model with head_dim {widths[0]} and head_dim_v {widths[1]} has no padding.",
     )
@@ -261,6 +289,38 @@ def _other_kernel(call: Call) -> Iterator[_Advice]:
         )
 
 
+def _alignment(call: Call) -> Iterator[_Advice]:
+    """Yields a padded head_dim if the model predicts that rows of whole 16 bytes are faster."""
+    if call.layout:  # of tensors, whose strides are known
+        return
+    edit = padded_to(call.problem, max(1, 16 // DTYPE_BYTES[call.problem.dtype]))
+    if edit is None or not (times := call.faster(edit.problem)):
+        return
+    yield _Advice(
+        SURE,
+        f"{edit.change[0].upper()}{edit.change[1:]}: rows then start at multiples of 16 bytes{times}.",
+    )
+
+
+def _backward(call: Call) -> Iterator[_Advice]:
+    """Yields the largest loss of the backward if the backward takes longer than the forward."""
+    backward, forward = call.backward, call.prediction
+    if backward is None or forward is None or backward.time_us < forward.time_us:
+        return
+    factor, name = _largest_loss(backward)
+    if factor > LARGE:
+        share = backward.time_us / (backward.time_us + forward.time_us)
+        yield _Advice(
+            0.0,
+            f"The backward ({backward.kernel}) is predicted to take {share:.0%} of the time of both passes. Its "
+            f"largest loss above the bound is {name}, x {factor:.2f}: {LOSSES[name]}.",
+        )
+
+
+def _largest_loss(prediction: Prediction) -> tuple[float, str]:
+    return max((factor, name) for name, factor in prediction.factors.items() if name not in OF_THE_CARD)
+
+
 # What the call asks for -----------------------------------------------------------------------------------------------
 
 
@@ -307,7 +367,7 @@ def _precision(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         path = fastest(FLOAT32_PATHS[taken], rates)
         if path is None or path.useful_tflops < NOTICEABLE * allowed.useful_tflops:
             continue
-        if call.kernel.why_not(changed, call.gpu) or taken == used:
+        if call.kernel.why_not(changed, call.gpu) or taken == used or (times := call.faster(changed)) is None:
             continue
         bits = ARITHMETICS[taken].significant_bits
         accuracy = "plain float32" if taken == "ieee" else f"operands of {bits} significant bits, if that is enough"
@@ -316,15 +376,33 @@ def _precision(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         yield _Advice(
             saves,
             f"Products run as {used}, {_rate(now)}; precision={name!r} ({accuracy}) allows {_rate(path)}: "
-            f"{us(tiles.time_us - saves)} instead of {us(tiles.time_us)}.",
+            f"at least {us(tiles.time_us - saves)} instead of {us(tiles.time_us)}{times}.",
         )
     half = fastest({"bfloat16": 1}, rates) or fastest({"float16": 1}, rates)
-    if half is not None and half.useful_tflops > NOTICEABLE * now.useful_tflops:
+    if half is None or half.useful_tflops <= NOTICEABLE * now.useful_tflops:
+        return
+    changed = replace(problem, dtype=half.name, precision="default", error_budget=None)
+    if (times := call.faster(changed)) is not None:
         saves = tiles.time_us * (1 - now.useful_tflops / half.useful_tflops)
         yield _Advice(
             saves / 2,  # ranks after changes that keep the dtype
             f"{half.name} inputs, if they are accurate enough, allow {_rate(half)} where {used} allows {_rate(now)}: "
-            f"products of {us(tiles.time_us - saves)} instead of {us(tiles.time_us)}.",
+            f"products of at least {us(tiles.time_us - saves)} instead of {us(tiles.time_us)}{times}.",
+        )
+
+
+def _float16(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
+    """Yields float16 on a card that has matrix instructions for it and none for bfloat16."""
+    half = fastest({"float16": 1}, rates)
+    if call.problem.dtype != "bfloat16" or "bfloat16" in rates.product_tflops or half is None:
+        return
+    changed, least = replace(call.problem, dtype="float16"), bounds.of_problem.time_us
+    after = roofline(changed, rates, gpu=call.gpu, hot=call.hot).of_problem.time_us
+    if after * NOTICEABLE < least and (times := call.faster(changed)) is not None:
+        yield _Advice(
+            least - after,
+            f"{rates.device} has no matrix instructions for bfloat16. float16 inputs, if their range is enough, allow "
+            f"{_rate(half)}: at least {us(after)} instead of {us(least)}{times}.",
         )
 
 
@@ -406,6 +484,7 @@ RULES: tuple[Callable[[Call, Roofline, Rates], Iterator[_Advice]], ...] = (
     _head_padding,
     _whole_tiles,
     _precision,
+    _float16,
     _memory,
     _exponentials,
     _launch,
@@ -417,20 +496,28 @@ MORE = {"memory": "memory bandwidth", "exponentials": "special function units", 
 
 def _nothing(call: Call) -> str:
     if call.gpu.is_cpu:
-        return "Nothing about the call, on a CPU."
+        return "As long as it runs on a CPU, no change of the call is known to help."
     if call.bounds is None or call.bounds.of_problem.binding is None:
         return "Nothing: the rates of the card are unknown."
     binding = call.bounds.of_problem.binding
     if call.prediction is not None:
-        factor, name = max((f, name) for name, f in call.prediction.factors.items() if name != "clocks")
-        if factor > 1.2:
+        factor, name = _largest_loss(call.prediction)
+        if factor > LARGE:
             return (
                 "No change of the call lowers a bound. By the model, the largest loss above the bound is "
-                f"{name}, x {factor:.2f}: {LOSSES[name]}. Another config of the kernel may lose less; "
-                f"`warpwave bench` times configs."
+                f"{name}, x {factor:.2f}: {LOSSES[name]}.{_other_configs(call, name)}"
             )
     return (
         "Nothing about the call: the grid fills the card, and the tiles waste little. What remains is less work (a "
         "causal mask or a window, if the model allows one), or a card with more "
         f"{MORE.get(binding.resource, binding.resource)}."
     )
+
+
+def _other_configs(call: Call, loss: str) -> str:
+    """Returns how to time other configs of the kernel; empty if it has none, or if a config cannot change the loss."""
+    if loss not in OF_A_CONFIG or not call.kernel.NEEDS_GPU or len(call.kernel.configs(call.problem, call.gpu)) < 2:
+        return ""
+    name = call.kernel.NAME
+    where = f"warpwave.kernels.{name.replace('/', '.')}"
+    return f' Another config may lose less: time some with kernel="{name}" and config={where}.Config(...).'

@@ -27,7 +27,15 @@ from warpwave.workbench.explain.near_misses import NearMiss, nearest, positional
 from warpwave.workbench.hardware import catalog, measure
 from warpwave.workbench.model.losses import Losses, split
 from warpwave.workbench.model.predict import Prediction, predict
-from warpwave.workbench.model.roofline import Rates, Roofline, byte, data_sheet_rates, measured_rates, roofline
+from warpwave.workbench.model.roofline import (
+    Rates,
+    Roofline,
+    byte,
+    data_sheet_rates,
+    estimated,
+    measured_rates,
+    roofline,
+)
 from warpwave.workbench.model.steps import computes_gradients
 
 THAT_RECOMPUTES = "no implementation that recomputes the scores"  # of a backward's bound
@@ -286,7 +294,7 @@ def explain(
     launch = None if measured is None else measured.rates.launch_us
     near_misses = nearest(problem, gpu, _ahead(module, problem), mask_band)
     known = bounds or measured
-    call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout)
+    call = Call(problem, gpu, module, choice.config, cost, known, launch, mask_band, layout, hot=hot)
     prediction = predict(problem, module, choice.config, gpu, hot=hot)
     if prediction is not None and measured is not None:
         # The interval starts at no less than the measured bound, as long as the prediction itself is above it.
@@ -297,6 +305,8 @@ def explain(
     if asked.requires_grad:
         backward_pass = backward_of(asked, saving_of(asked), gpu, kernel, hot, rooflines)
         both = Both(both_of(prediction, backward_pass.prediction))
+    of_backward = None if backward_pass is None else backward_pass.prediction
+    call = replace(call, prediction=prediction, alternatives_us=alternatives, backward=of_backward)
     losses = None
     if measured_us is not None:
         if passes == "forward":
@@ -304,8 +314,8 @@ def explain(
         elif passes == "backward":
             assert backward_pass is not None
             p, of_pass = backward_pass.prediction, backward_pass.bounds
-            of_backward = _losses(measured_us, p, problem, gpu, of_pass, None, THAT_RECOMPUTES)
-            backward_pass = replace(backward_pass, losses=of_backward)
+            split_backward = _losses(measured_us, p, problem, gpu, of_pass, None, THAT_RECOMPUTES)
+            backward_pass = replace(backward_pass, losses=split_backward)
         else:
             assert both is not None
             of_both = _losses(measured_us, both.prediction, problem, gpu, None, None, THAT_RECOMPUTES)
@@ -322,7 +332,7 @@ def explain(
         measured,
         _with_backward(_memory(problem, module, cost, copied), backward_pass),
         tuple(near_misses),
-        tuple(recommendations(replace(call, prediction=prediction, alternatives_us=alternatives))),
+        tuple(recommendations(call)),
         missing,
         passed_over=dispatch.passed_over(problem, gpu),
         alternatives_us=alternatives,
@@ -375,7 +385,7 @@ def _losses(
             if problem.flops
             else "a measured time needs work to be split by, and this call has none"
         )
-    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none)
+    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none, estimated=estimated(problem))
 
 
 def _named(name: str) -> Gpu:

@@ -6,6 +6,7 @@ part of it that is needed: no gradients, zero padding, or a positional mask inst
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -42,14 +43,15 @@ class _Edit(NamedTuple):
 
 
 def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Band | None = None) -> list[NearMiss]:
-    """Returns, for each kernel in `ahead` that refuses the call, the smallest known change that it would accept."""
+    """Returns, for each kernel in `ahead` that refuses the call, the smallest known change that it would accept. For a
+    CPU that is a move to a GPU, and the first kernel stands for all."""
     paths = []
     for kernel in ahead:
         if not dispatch.why_not(kernel, problem, gpu):
             continue
         place = None
-        if gpu.is_cpu and kernel.NEEDS_GPU:  # stands for the GPUs that the kernel runs on
-            place, on = Gpu.for_arch("sm_90"), "move q, k and v to a GPU (.cuda())"
+        if gpu.is_cpu and kernel.NEEDS_GPU:  # the oldest architecture stands for the GPUs that portable kernels run on
+            place, on = Gpu.for_arch("sm_80"), "move q, k and v to a GPU (.cuda())"
         for edited in _edits(problem, mask_band):
             if not dispatch.why_not(kernel, edited.problem, place or gpu) and not _outrun(
                 kernel, edited.problem, place or gpu
@@ -57,6 +59,8 @@ def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Ba
                 changes = tuple(text for text in (on if place else "", edited.change) if text)
                 paths.append(NearMiss(kernel.NAME, changes))
                 break
+        if place is not None and paths:
+            break
     return paths
 
 
@@ -70,7 +74,7 @@ def _outrun(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> bool:
 def _edits(problem: AttentionProblem, mask_band: Band | None) -> Iterator[_Edit]:
     """Yields changed calls with the same result (or the needed part of it), fewest changes first."""
     makers = [_without_grad, _without_mask_of(mask_band), _without_lse, _with_other_precision]
-    makers += [_padded_to(multiple) for multiple in (8, 16, 32, 64, 128)]
+    makers += [functools.partial(padded_to, multiple=multiple) for multiple in (8, 16, 32, 64, 128)]
     yield _Edit(problem, "")
     for number in (1, 2, 3):
         for chosen in itertools.combinations(makers, number):
@@ -112,20 +116,18 @@ def _without_mask_of(band: Band | None) -> Callable[[AttentionProblem], _Edit | 
     return make
 
 
-def _padded_to(multiple: int) -> Callable[[AttentionProblem], _Edit | None]:
-    def make(problem: AttentionProblem) -> _Edit | None:
-        d, dv = (-(-size // multiple) * multiple for size in (problem.head_dim, problem.head_dim_v))
-        if (d, dv) == (problem.head_dim, problem.head_dim_v):
-            return None
-        steps = []
-        if d != problem.head_dim:
-            steps.append(f"pad q and k with zeros from head_dim {problem.head_dim} to {d}")
-        if dv != problem.head_dim_v:
-            steps.append(f"pad v from {problem.head_dim_v} to {dv} and cut the output back")
-        change = f"{', '.join(steps)}, with softmax_scale={problem.softmax_scale:.6g} given"
-        return _Edit(replace(problem, head_dim=d, head_dim_v=dv), change)
-
-    return make
+def padded_to(problem: AttentionProblem, multiple: int) -> _Edit | None:
+    """Returns the call with head_dim and head_dim_v padded to a multiple, and how; None if they are multiples."""
+    d, dv = (-(-size // multiple) * multiple for size in (problem.head_dim, problem.head_dim_v))
+    if (d, dv) == (problem.head_dim, problem.head_dim_v):
+        return None
+    steps = []
+    if d != problem.head_dim:
+        steps.append(f"pad q and k with zeros from head_dim {problem.head_dim} to {d}")
+    if dv != problem.head_dim_v:
+        steps.append(f"pad v from {problem.head_dim_v} to {dv} and cut the output back")
+    change = f"{', '.join(steps)}, with softmax_scale={problem.softmax_scale:.6g} given"
+    return _Edit(replace(problem, head_dim=d, head_dim_v=dv), change)
 
 
 # Masks that are positional --------------------------------------------------------------------------------------------

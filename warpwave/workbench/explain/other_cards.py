@@ -14,7 +14,7 @@ from warpwave.workbench.explain.backward import both_of, saving_of
 from warpwave.workbench.explain.text import in_words_of
 from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, gpu_of, sheet_of
 from warpwave.workbench.model.predict import Prediction, predict
-from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, figure, roofline, us
+from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, estimated, figure, roofline, us
 from warpwave.workbench.terminal import columns
 
 
@@ -116,7 +116,8 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
             cells.append((row.card, served or "-", "-", why, "", least, binds, ""))
             continue
         p = row.prediction
-        span = f"{us(p.low_us)} to {us(p.high_us)}".replace(" us to", " to")
+        (low, unit), high = us(p.low_us).split(), us(p.high_us)
+        span = f"{low} to {high}" if high.endswith(f" {unit}") else f"{low} {unit} to {high}"
         most = max(p.factors, key=p.factors.__getitem__)
         flops = problem.flops + (problem.work(is_backward=True).flops if row.gradients else 0)
         rate = figure(flops / p.time_us * 1e-6)
@@ -135,5 +136,7 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
         lines.append(f"* {why}: {', '.join(names)}")
     if problem.requires_grad:
         lines.append("Times and bounds are of forward and backward.")
+    if why := estimated(problem):
+        lines.append(f"Bounds are estimates: {why}.")
     lines.append("Bounds follow from the data sheets. The kernel is the one that warpwave would choose on the card.")
     return "\n".join(lines)

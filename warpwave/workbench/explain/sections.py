@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from warpwave.workbench.explain.advice import FAR
 from warpwave.workbench.model.losses import NOTICEABLE, recommendation
-from warpwave.workbench.model.roofline import FLOAT32_UNITS, Bound, Roofline, byte, figure, flop, us
+from warpwave.workbench.model.roofline import FLOAT32_UNITS, Bound, Roofline, byte, estimated, figure, flop, ratio, us
 from warpwave.workbench.model.steps import LOSSES
 from warpwave.workbench.terminal import columns
 
@@ -56,7 +56,8 @@ def verdict(said: Pass) -> str:
         any_ += " that computes every exponential on the special function units"
     if is_backward(said):
         any_ += " that recomputes the scores"
-    sentence = f"{binding.resource}: {any_} takes less than {us(binding.time_us)} ({known.rates.name})"
+    rates = known.rates.name + (f"; estimated: {why}" if (why := estimated(said.problem)) else "")
+    sentence = f"{binding.resource}: {any_} takes less than {us(binding.time_us)} ({rates})"
     sentence += f", {_rate_allowed(said, binding.time_us)}"
     launch = None if said.measured is None else said.measured.of("launch")
     if launch is not None and launch.time_us > known.time_us:
@@ -90,7 +91,7 @@ def kernel_section(said: Pass, title: str) -> Iterator[str]:
         )
     moved = cost.read_bytes + cost.write_bytes
     yield (
-        f"  work     {flop(cost.flops)} computed, {cost.flops / max(1, said.flops):,.3g} x the work; "
+        f"  work     {flop(cost.flops)} computed, {ratio(cost.flops, said.flops)} x the work; "
         f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x the "
         "minimum"
     )
@@ -160,7 +161,7 @@ def losses(split: Losses | None, label: str) -> Iterator[str]:
             "  first    ",
         )
     yield from steps([(loss.name, loss.factor, loss.after_us) for loss in split.losses], split.bound_us)
-    for yardstick in split.yardsticks:
+    for yardstick in () if split.warning else split.yardsticks:  # a time below the bound is no share of it
         yield from wrapped(
             f"{yardstick.share:.1%} of the {yardstick.name} bound, {us(yardstick.least_us)}: {yardstick.note}",
             "  share    ",

@@ -22,7 +22,7 @@ from warpwave.workbench.explain.sections import (
     wrapped,
 )
 from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS
-from warpwave.workbench.model.roofline import byte, figure, flop, us
+from warpwave.workbench.model.roofline import byte, estimated, figure, flop, us
 
 if TYPE_CHECKING:
     from warpwave.gpu import Gpu
@@ -98,13 +98,14 @@ def _accuracy(accuracy: Accuracy) -> str:
 
 def _work(said: Explanation) -> Iterator[str]:
     problem = said.problem
-    estimated = "" if problem.pairs_are_exact else " (estimated: the mask or the lengths were not read)"
+    doubt = f" (estimated: {why})" if (why := estimated(problem)) else ""
     everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
+    queries = problem.queries_needed
     yield "WORK       the minimum for any implementation"
-    yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{estimated}"
+    yield f"  pairs    {pairs:,} of {everything:,} (query, key) pairs are visible{doubt}"
     sizes = [DTYPE_BYTES[d] for d in (problem.dtype, problem.dtype_of_k, problem.dtype_of_v, problem.dtype_of_out)]
-    of_scores, of_values = rows * sizes[0] + keys * sizes[1], keys * sizes[2] + rows * sizes[3]
+    of_scores, of_values = queries * sizes[0] + keys * sizes[1], keys * sizes[2] + rows * sizes[3]
     for name, operands, width, cells in (
         ("QK^T", "q and k", problem.head_dim, of_scores),
         ("PV", "v and out", problem.head_dim_v, of_values),
@@ -127,7 +128,8 @@ def _work(said: Explanation) -> Iterator[str]:
 def _bounds(said: Explanation) -> Iterator[str]:
     if said.roofline is None or not said.roofline.bounds:
         return
-    yield "AT LEAST   for any implementation; resources work at the same time, so the longest time is the bound"
+    doubt = ", estimated" if estimated(said.problem) else ""
+    yield f"AT LEAST   for any implementation{doubt}; resources work at the same time, so the longest time is the bound"
     yield from table(said, of_kernel=False)
     yield from rates_of(said)
 

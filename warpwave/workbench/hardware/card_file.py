@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from warpwave.gpu import ARCHS
-from warpwave.workbench.hardware.catalog import PATHS, DataSheet, find, give, read
+from warpwave.workbench.hardware.catalog import PATHS, DataSheet, find, give, of_arch, read
 from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS
 from warpwave.workbench.input_files import read_toml
 
@@ -60,6 +60,7 @@ def _sheet(key: str, data: Mapping[str, Any]) -> DataSheet:
     arch = values["arch"]
     if arch not in ARCHS:
         raise ValueError(f"arch is {arch!r}; it must be one of {', '.join(ARCHS)}")
+    values["peak_tflops"] = _rates_of_arch(arch, values["peak_tflops"]["float16"]) | values["peak_tflops"]
     vendor, smem_per_block, _ = ARCHS[arch]
     unit, lanes = MULTIPROCESSORS[arch], 64 if arch.startswith("gfx9") else 32
     by_arch = {
@@ -71,6 +72,17 @@ def _sheet(key: str, data: Mapping[str, Any]) -> DataSheet:
         "sources": ("the file that describes it",),
     }
     return read(key, by_arch | {k: v for k, v in values.items() if k not in ("key", "vendor")})
+
+
+def _rates_of_arch(arch: str, float16: float) -> dict[str, float]:
+    """Returns the peaks of an architecture's paths beside a float16 peak. Without them, the products would be taken for
+    those of the float32 units, and the bounds would be too long.
+
+    Cards of one architecture may have different ratios. The largest of the catalog counts, so that bounds hold.
+    """
+    peaks = [sheet.peak_tflops for sheet in of_arch(arch)]
+    ratios = {path: max((p[path] / p["float16"] for p in peaks if path in p), default=0.0) for path in PATHS}
+    return {path: ratio * float16 for path, ratio in ratios.items() if ratio and path != "float32"}
 
 
 def _in_bytes(name: str) -> str:

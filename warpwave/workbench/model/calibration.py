@@ -247,10 +247,21 @@ def machine(sheet: DataSheet, kernel: str, loop: str = "", calibration: Calibrat
         return Machine(sheet, known[key], calibration, True)
     from warpwave.workbench.model import families  # it derives constants from those of this module
 
-    rough = families.constants(sheet, kernel, loop)
+    return _unfitted(sheet, families.constants(sheet, kernel, loop), kernel, calibration)
+
+
+def machine_of_round_constants(sheet: DataSheet, kernel: str, calibration: Calibration) -> Machine:
+    """Returns a calibrated card with the round constants of a card without a calibration. Their errors on its
+    measurements are `Calibration.uncalibrated`. `machine` would return constants that were fitted to an H200."""
+    from warpwave.workbench.model import families
+
+    return _unfitted(sheet, families.round_constants(sheet), kernel, calibration)
+
+
+def _unfitted(sheet: DataSheet, constants: Constants, kernel: str, calibration: Calibration | None) -> Machine:
     if kernel in TORCH_OPERATIONS:
-        rough = replace(rough, host_us=HOST_OF_OPERATIONS_US)
-    return Machine(sheet, rough, calibration, False)
+        constants = replace(constants, host_us=HOST_OF_OPERATIONS_US)
+    return Machine(sheet, constants, calibration, False)
 
 
 def nearest(known: Container[str], key: str) -> str:

@@ -41,6 +41,11 @@ def constants(sheet: DataSheet, kernel: str = "", loop: str = "") -> Constants:
     if is_fitted(sheet, kernel):
         fitted = published.families()[LIKE.get(sheet.arch, sheet.arch)].values
         return replace(UNCALIBRATED, power=math.inf, serial=fitted["serial"], fill_us=fitted["fill_us"])
+    return round_constants(sheet)
+
+
+def round_constants(sheet: DataSheet) -> Constants:
+    """Returns the constants that follow from a card's data sheet, without anything that was fitted."""
     share = LIMITED if is_limited(sheet) else UNCALIBRATED.matrix["other"]
     clock = 1 + BOOST * (sheet.headroom - 1)
     return replace(

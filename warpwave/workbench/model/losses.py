@@ -3,7 +3,7 @@
 The factors are the steps of the model, so each factor is the model's cost of that step. The remainder is what the model
 did not predict: above 1 the call was slower than predicted, below 1 it was faster. A measurement is compared with two
 yardsticks: the bound by the data sheet, and the same bound at the clock that the card ran at, because a card at its
-power limit runs no faster. Neither share exceeds 100 %.
+power limit runs no faster. Neither share exceeds 100 %; a time below the bound is no share of it and gets a warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from warpwave.errors import InvalidInput
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.model.predict import Prediction
 from warpwave.workbench.model.roofline import Roofline, us
-from warpwave.workbench.model.steps import LOSSES
+from warpwave.workbench.model.steps import LOSSES, OF_THE_CARD
 
 NOTICEABLE = 1.02  # smaller losses are not named
 IMPOSSIBLE = 1.15  # a time shorter than the bound by more than this factor cannot be a time of the call
@@ -88,9 +88,9 @@ class Losses:
 
     @property
     def largest(self) -> Loss | None:
-        """The largest loss that a grid, tile or loop can change; the clocks if there is no other loss."""
+        """The largest loss that a grid, tile or loop can change; one of the card's if there is no other loss."""
         named = [loss for loss in self.losses[:-1] if loss.factor >= NOTICEABLE]
-        return max(named, key=lambda loss: (loss.name != "clocks", loss.factor), default=None)
+        return max(named, key=lambda loss: (loss.name not in OF_THE_CARD, loss.factor), default=None)
 
 
 def split(
@@ -101,6 +101,7 @@ def split(
     *,
     clock_mhz: float | None = None,
     none: str = "no implementation",
+    estimated: str = "",
 ) -> Losses:
     """Splits a measured time into the losses of a prediction.
 
@@ -111,9 +112,10 @@ def split(
         bounds: bounds by the data sheet, for the power-matched yardstick.
         clock_mhz: SM clock while it ran; None if it was not read.
         none: the implementations that the bound holds for, in words.
+        estimated: why the bound is an estimate (`roofline.estimated`); empty if it is exact.
 
     Raises:
-        InvalidInput: the time is shorter than the bound by more than `IMPOSSIBLE`, or not a positive number.
+        InvalidInput: the time is shorter than an exact bound by more than `IMPOSSIBLE`, or not a positive number.
     """
     if not 0 < measured_us < float("inf"):
         raise InvalidInput(f"the measured time is {measured_us} us; it must be above 0 and finite")
@@ -121,12 +123,14 @@ def split(
     if measured_us < prediction.bound_us:
         said = f"{us(prediction.bound_us)}. Check that the time is of the whole call, of this call and in us; if its "
         said += "inputs stayed in L2, pass --hot"
-        if measured_us * IMPOSSIBLE < prediction.bound_us:
+        if measured_us * IMPOSSIBLE < prediction.bound_us and not estimated:
             raise InvalidInput(
                 f"the measured time is {us(measured_us)}; on {sheet.name} {none} of this call takes less than {said}"
             )
         warning = f"The measured time is {1 - measured_us / prediction.bound_us:.1%} less than the bound, {said}. The "
         warning += "card may also run above its stated clock, or the kernel accumulate in less than float32."
+        if estimated:
+            warning += f" The bound itself is an estimate: {estimated}."
     losses = []
     before = prediction.bound_us
     for name, meaning in LOSSES.items():
@@ -167,11 +171,14 @@ def _power_matched(
 
 REMEDIES: dict[str, str] = {
     "arithmetic": "another precision, if its error is small enough, needs fewer products (docs/guide/precision.md)",
+    "bandwidth": "no grid or tile changes the bandwidth that memory reaches; fewer bytes do",
+    "alignment": "a head_dim (in products by torch also a number of keys) that is a multiple of 16 avoids narrow reads",
     "recomputation": "one launch for all gradients computes each score once, if its sums fit registers",
     "head padding": "a head_dim equal to a tile's width, or narrower tiles, removes the products over padding",
     "hidden pairs": "smaller tiles at the mask's edge remove products over hidden pairs",
     "ragged tiles": "a block_m or block_n that divides the lengths, or several query heads in one tile, removes "
     "products over empty rows",
+    "operands": "matrix instructions, which other precisions use, read an operand once for many products",
     "separate passes": "one fused pass lets products, softmax and score traffic overlap",
     "idle SMs": "more blocks give every SM work: a smaller block_m, keys split over blocks, or more heads or sequences "
     "in a call",
@@ -179,7 +186,7 @@ REMEDIES: dict[str, str] = {
     "reductions": "more keys in a block add to the sums of dQ less often",
     "softmax": "a loop that overlaps one tile's softmax with another tile's products hides the exponentials",
     "latency": "more blocks or warpgroups per SM, or more tiles in flight, hide the latency",
-    "fill": "persistent blocks that load the next tile under the products of the current one hide the fill",
+    "fill": "larger tiles of queries, or more keys for each tile, spread its first loads and last stores",
     "launches": "more work in one launch, or a CUDA graph, reduces the cost of launches",
     "clocks": "less power per operation (fewer operands through registers, fewer rescales) raises the clock; no "
     "grid or tile changes it",

@@ -192,6 +192,15 @@ def roofline(
     return Roofline(rates, tuple(bounds), best.name if best else "", problem.pairs_are_exact)
 
 
+def estimated(problem: AttentionProblem) -> str:
+    """Returns why the visible pairs of a call are an estimate, and its bounds with them; empty if they are exact."""
+    if problem.pairs_are_exact:
+        return ""
+    if problem.packed and problem.lengths is None:
+        return "the lengths were not read, and all sequences count as equally long"
+    return "the mask was not read, and every pair counts as visible that it could show"
+
+
 # Bounds of the problem ------------------------------------------------------------------------------------------------
 
 
@@ -325,12 +334,13 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
     work = work or problem.work()
     size = DTYPE_BYTES[problem.dtype]
     rows = problem.rows * problem.num_heads_q
-    keys = problem.keys_needed
+    queries, keys = problem.queries_needed, problem.keys_needed
+    read_or_written = ("dout", queries) if work.is_backward else ("out", rows)
     parts = {
-        "q": rows * problem.head_dim * size,
+        "q": queries * problem.head_dim * size,
         "k": keys * problem.head_dim * size,
         "v": keys * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_v],
-        "dout" if work.is_backward else "out": rows * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
+        read_or_written[0]: read_or_written[1] * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
     }
     if work.is_backward:
         every_key = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
@@ -405,8 +415,11 @@ def _bound(
 
 
 def us(time_us: float) -> str:
-    """Returns microseconds with at least three digits."""
-    return f"{time_us:,.{0 if time_us >= 100 else 1 if time_us >= 10 else 2 if time_us >= 1 else 3}f} us"
+    """Returns a time with at least three digits: in us, from 100,000 us on in ms, from 10,000 ms on in s."""
+    value, unit = (
+        (time_us * 1e-6, "s") if time_us >= 1e7 else (time_us * 1e-3, "ms") if time_us >= 1e5 else (time_us, "us")
+    )
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f} {unit}"
 
 
 def flop(amount: float) -> str:

@@ -18,7 +18,7 @@ from warpwave.problem import AttentionProblem
 from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.model import compiled
-from warpwave.workbench.model.calibration import Machine, constant_of
+from warpwave.workbench.model.calibration import Constants, Machine, constant_of, machine
 from warpwave.workbench.model.roofline import (
     FLOAT32_PATHS,
     Path,
@@ -33,11 +33,14 @@ from warpwave.workbench.model.schedule import companies, lateness
 # The losses between the bound and the predicted time, in the order of the steps: name -> meaning.
 LOSSES: dict[str, str] = {
     "arithmetic": "products in more parts, or on slower units, than the fastest arithmetic as accurate needs",
+    "bandwidth": "the stated bandwidth of memory, of which reads reach only a part",
     "clocks": "power, clocks and instruction order, which keep the card below the data sheet's rates",
+    "alignment": "rows that do not start at multiples of 16 bytes (32 in some loops), which are read in pieces",
     "recomputation": "scores that a second launch or walk computes again, with their products",
     "head padding": "products over columns that pad head_dim to the width of the tiles",
     "hidden pairs": "hidden pairs of edge tiles, which are computed all the same",
     "ragged tiles": "rows and keys beyond the end of a sequence, in its last tiles",
+    "operands": "operands that multiply-adds read from shared memory",
     "separate passes": "passes that wait for each other, and cannot overlap products with exponentials",
     "idle SMs": "SMs without a block, and the last wave",
     "traffic": "repeated reads of tiles through L2 and memory, if they take longer than computing",
@@ -49,6 +52,7 @@ LOSSES: dict[str, str] = {
 }
 STEP = {name: place for place, name in enumerate(LOSSES)}
 ALL = len(LOSSES)
+OF_THE_CARD = ("bandwidth", "clocks")  # losses that no grid, tile or loop changes
 SMOOTH = 8.0  # exponent of the smooth maximum of two times
 CONVERSION_OPS = 4  # instructions per part of an operand; on sm_90, float32 takes 3.4 to 4.3 more than bfloat16
 FAR_US = 0.45  # latency of memory on top of L2
@@ -121,6 +125,8 @@ class Steps:
         self.flops, self.exponentials, self.least = work.flops, work.exponentials, work.compulsory_bytes
         self.path = path_of(problem, kernel, gpu, where.sheet)
         self.padding = _padding(problem, kernel, config, gpu, cost)
+        aligned = machine(where.sheet, kernel.NAME, aligned_loop(cost.loop), where.calibration)
+        self.aligned = aligned.constants if where.fitted and aligned.fitted else where.constants
         parts = cost.parts or (cost,)
         self.main = main = max(parts, key=lambda part: part.flops) if is_backward and cost.blocks else cost
         self.items = main.items or main.blocks
@@ -144,7 +150,7 @@ class Steps:
         times = {"bound": self.bound}
         least = self.bound if not self.without else 0.0
         for name, place in STEP.items():
-            whole = place < STEP["separate passes"]  # these steps ignore ablations
+            whole = place <= STEP["operands"]  # these steps ignore ablations
             least = max(least, 0.0 if self.without and whole else self._time(place))
             times[name] = least
         return times
@@ -154,10 +160,10 @@ class Steps:
 
         It ignores a later step that would shorten the time of an earlier one.
         """
-        return max(self.bound, self._time(STEP["ragged tiles"]), self._time(STEP["launches"]))
+        return max(self.bound, self._time(STEP["operands"]), self._time(STEP["launches"]))
 
     def _time(self, step: int) -> float:
-        if step < STEP["separate passes"]:
+        if step <= STEP["operands"]:
             return self._whole(step)
         time = sum(launches * self._launch(part, slots, step) for launches, part, slots in self.parts)
         if step < STEP["launches"]:
@@ -171,14 +177,20 @@ class Steps:
     def _whole(self, step: int) -> float:
         """Returns the time as a single pass on the whole card, with the padding that `step` includes."""
         if step < STEP["clocks"]:  # at the clock of the bound
-            return self.flops / (self.path.useful_tflops * self.where.sheet.headroom * 1e6)
+            products = self.flops / (self.path.useful_tflops * self.where.sheet.headroom * 1e6)
+            return max(products, self._memory_us(self._least_bytes()) if step >= STEP["bandwidth"] else 0.0)
         p = self.padding
         again, again_exp = (p.again, p.again_exp) if step >= STEP["recomputation"] else (1.0, 1.0)
         heads = p.heads if step >= STEP["head padding"] else 1.0
         pairs = p.hidden if step >= STEP["hidden pairs"] else 1.0
         pairs *= p.ragged if step >= STEP["ragged tiles"] else 1.0
+        multiplied = self.flops * again * heads * pairs
+        products = self._products_us(multiplied)
+        if step < STEP["alignment"]:
+            products = min(products, self._products_us(multiplied, self.aligned))
         return max(
-            self._products_us(self.flops * again * heads * pairs),
+            products,
+            self._operands_us(self.cost.operand_bytes) if step >= STEP["operands"] else 0.0,
             self._power_us(self.flops * again, self.exponentials * again_exp),
             self._exponentials_us(self.exponentials * again_exp * pairs),
             self._memory_us(self._least_bytes()),
@@ -321,8 +333,8 @@ class Steps:
         """Returns the bytes per us between one SM and L2."""
         return self.where.constants.smem_bytes_per_clock * self._clock_ghz * 1e3
 
-    def _products_us(self, flops: float) -> float:
-        share = self.where.constants.of_path(self.path.name, self.path.products)
+    def _products_us(self, flops: float, constants: Constants | None = None) -> float:
+        share = (constants or self.where.constants).of_path(self.path.name, self.path.products)
         return flops / (self.path.useful_tflops * share * 1e6)
 
     def _power_us(self, flops: float, scores: float) -> float:
@@ -431,7 +443,8 @@ class Steps:
         """Returns the traffic of each level."""
         cost, sheet, least = self.cost, self.where.sheet, max(1, self.least)
         parts = cost.parts or (cost,)
-        memory = sum(self._memory_bytes(part, ALL) for part in parts)
+        # What the last launch leaves in L2 is written back after it, outside of the time.
+        memory = max(sum(self._memory_bytes(part, ALL) for part in parts), self._least_bytes())
         moved = cost.read_bytes + cost.write_bytes
         working_set = max(map(self._working_set_of, parts))
         found = [
@@ -538,6 +551,11 @@ def _as_compiled(cost: Cost, found: compiled.Resources | None) -> Cost:
     parts = tuple(_as_compiled(part, found) if part is main else part for part in cost.parts)
     registers, smem_bytes = found.registers, found.smem_bytes
     return replace(cost, parts=parts, registers=registers, smem_bytes=smem_bytes, smem_margin=0, compiled=True)
+
+
+def aligned_loop(loop: str) -> str:
+    """Returns the name of the same loop with rows that start at multiples of 16 bytes (`Cost.loop`)."""
+    return loop.removesuffix("rows").rstrip().removesuffix("odd").rstrip() if "odd" in loop else loop
 
 
 def computes_gradients(kernel: Any) -> bool:
