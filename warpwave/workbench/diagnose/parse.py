@@ -148,6 +148,7 @@ class Row:
         digits: figure -> its number of significant digits.
         launch_saving: how launches were made cheaper ("graph", "streams"); empty if they were not.
         parts: name -> us, if the row gives parts of its time.
+        is_unit_assumed: whether `kernel.unit` follows from the rate alone (`implied`), and the table does not state it.
     """
 
     table: str
@@ -164,6 +165,7 @@ class Row:
     digits: Mapping[str, int] = field(default_factory=dict)
     launch_saving: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    is_unit_assumed: bool = False
 
     @property
     def name(self) -> str:
