@@ -185,7 +185,7 @@ class Document:
         claims: the author's conclusions, as data; see `claims`.
         parts: parts of a time that are given outside a row: name -> us.
         assumed: what the table does not state and has a default, in words.
-        unread: headings of columns that were not read.
+        unread: headings of columns, and cells, that were not read.
     """
 
     title: str
