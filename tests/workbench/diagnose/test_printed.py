@@ -244,7 +244,9 @@ def test_cells_that_hold_no_valid_figure_are_listed(tmp_path: Path) -> None:
     ("fact", "words"),
     [
         ("tiles=64", "no fact about code"),
-        ("block_m", "no fact about code"),
+        ("block_m", "'block_m' has no value; write block_m=VALUE"),
+        ("flash.block_m", "write flash.block_m=VALUE"),
+        ("block-m=64", "did you mean block_m"),
         ("block_m=-1", "positive whole number"),
         ("unit=fpga", "scalar or matrix"),
     ],

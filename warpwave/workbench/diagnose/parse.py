@@ -266,7 +266,9 @@ def facts_of_code(texts: list[str]) -> dict[str, dict[str, Any]]:
     for text in texts:
         name, equals, value = text.partition("=")
         series, _, key = name.strip().rpartition(".")
-        if not equals or key not in _names(Kernel):
+        if not equals and key in _names(Kernel):
+            raise TableError(f"--code {quoted(text)} has no value; write {text.strip()}=VALUE")
+        if key not in _names(Kernel):
             raise TableError(f"--code {quoted(text)} is no fact about code; {_hint(key, _names(Kernel))}")
         found.setdefault(series, {})[key] = _value(value.strip())
     for series, values in found.items():
