@@ -181,6 +181,8 @@ def test_explain_describes_this_machine_by_default(
         (["--gpu", "h200", "--record", "none.jsonl"], "none.jsonl cannot be read: No such file or directory"),
         (["--gpu", "h200", "--ablate", "--measured-us", "9"], "--ablate takes no --measured-us"),
         (["--gpu", "h200", "--ablate", "--kernel", "tiled"], "--ablate takes no --kernel"),
+        (["--gpu", "h200,h100", "--ablate"], "--ablate takes one GPU"),
+        (["--gpu", "all", "--ablate"], "--ablate takes one GPU"),
         (["--from-table", "case_report_0", "--mask"], "--from-table takes no --mask"),
         (["--from-table", "case_report_0", "--gpu", "h101"], "gpu 'h101' is not in the catalog"),
         (["--from-table", "case_report_0", "--dtype", "fp64"], "'fp64' is not a dtype"),

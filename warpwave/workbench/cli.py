@@ -146,7 +146,8 @@ def explain(
         str | None,
         typer.Option(
             metavar="GPU",
-            help="h200, mi300x, sm_90, gfx942 or cpu; several separated by commas, or all. Default: this machine.",
+            help="h200, mi300x, sm_90, gfx942 or cpu; several cards separated by commas (h200,l4); or all cards (all). "
+            "Default: this machine.",
         ),
     ] = None,
     kernel: Annotated[str, typer.Option(help="Explain this kernel: flash_fwd, hopper/flash_fwd, ...")] = "auto",
@@ -252,6 +253,11 @@ def _takes_no(context: typer.Context, option: str, others: set[str]) -> None:
         raise typer.BadParameter(f"{option} takes no {', '.join(names)}")
 
 
+def _is_list(name: str) -> bool:
+    """Returns whether a value of --gpu names several cards."""
+    return "," in name or name.lower() == "all"
+
+
 def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool) -> None:
     import json
     from dataclasses import asdict
@@ -259,6 +265,8 @@ def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool)
     from warpwave.workbench.hardware.catalog import resolve
     from warpwave.workbench.model.ablation import ablate
 
+    if name is not None and _is_list(name):
+        raise typer.BadParameter("--ablate takes one GPU, not several", param_hint="--gpu")
     try:
         gpu = None if name is None else resolve(name)
     except ValueError as error:
@@ -282,7 +290,7 @@ def _print_explanation(
     import warpwave
     from warpwave.workbench.hardware.catalog import resolve
 
-    if name is not None and ("," in name or name.lower() == "all"):
+    if name is not None and _is_list(name):
         from dataclasses import asdict
 
         from warpwave.workbench.explain import other_cards
