@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from warpwave.workbench.hardware.catalog import DataSheet, catalog, find, sheet_of
+from warpwave.workbench.hardware.catalog import DataSheet, find, hint, sheet_of
 from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS
 from warpwave.workbench.input_files import LARGEST_BYTES, Unreadable, read_bytes, read_toml
 from warpwave.workbench.model.roofline import data_sheet_rates
@@ -378,9 +378,8 @@ def _sheet(data: Mapping[str, Any], source: str, option: str | None) -> DataShee
         raise TableError(str(error)) from None
     if found is None and (option is not None or "gpu" in data):
         name = f"{source}: gpu {quoted(data['gpu'])}" if option is None else f"--gpu {quoted(option)}"
-        raise TableError(
-            f"{name} is not in the catalog; --gpu also takes a card's file; known are {', '.join(catalog())}"
-        )
+        text = str(data["gpu"]) if option is None else option
+        raise TableError(f"{name} is not in the catalog; {hint(text)}; --gpu also takes a card's file")
     return found
 
 
