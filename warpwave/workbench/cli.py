@@ -380,6 +380,8 @@ def doctor(
 
     Exit code 1 if there is a problem.
     """
+    if force and bundle is None:
+        raise typer.BadParameter("only a bundle can overwrite a file; add --bundle", param_hint="--force")
     from warpwave.workbench.doctor.doctor import run
 
     raise typer.Exit(run(as_json=as_json, bundle=bundle, force=force))
@@ -412,6 +414,7 @@ def verify(
 
 @app.command()
 def bench(
+    context: typer.Context,
     suite: Annotated[
         str | None,
         typer.Argument(help="Name of a suite (without one, bench lists them), path of a .toml file, or precision."),
@@ -455,7 +458,7 @@ def bench(
     if suite == "precision":
         from warpwave.workbench.bench.precision import main as compare_precision
 
-        if scale or kernel or peer or mode or resume:
+        if _given(context) - {"suite", "out", "rounds", "only", "device", "as_json"}:
             raise typer.BadParameter("precision takes --out, --rounds, --only, --device and --json", param_hint="SUITE")
         raise typer.Exit(compare_precision(out=out, rounds=rounds, only=only, device=device, json_output=as_json))
     from warpwave.workbench.bench.run import main as run
