@@ -307,6 +307,9 @@ def _print_explanation(
     measured: dict[str, Any] = {"measured_us": measured_us, "passes": passes, "record": record}
     explanation = warpwave.explain(problem, gpu=gpu, kernel=kernel, hot=hot, **measured)
     say(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
+    if explanation.kernel is None:  # the kernel was named, and the call would raise UnsupportedProblem
+        complain(f"kernel {kernel!r} cannot run this call: {'; '.join(explanation.reasons[kernel])}")
+        raise typer.Exit(2)
 
 
 @app.command()
