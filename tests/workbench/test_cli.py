@@ -171,6 +171,8 @@ def test_explain_describes_this_machine_by_default(
         (["--dtype", "int4"], "'int4' is not a dtype"),
         (["--causal", "--causal-top-left"], "not both"),
         (["--deterministic"], "add --grad"),
+        (["--precision", "tf32", "--dtype", "bf16"], "--precision belongs to float32"),
+        (["--precision", "1e-3", "--dtype", "fp8"], "--precision belongs to float32"),
         (["--batch", "-1"], "--batch"),
         (["--heads", "many"], "--heads"),
         (["--seqlen-q", "1" + "0" * 18], "no tensor can have"),
@@ -181,6 +183,8 @@ def test_explain_describes_this_machine_by_default(
         (["--gpu", "h200", "--record", "none.jsonl"], "none.jsonl cannot be read: No such file or directory"),
         (["--gpu", "h200", "--ablate", "--measured-us", "9"], "--ablate takes no --measured-us"),
         (["--gpu", "h200", "--ablate", "--kernel", "tiled"], "--ablate takes no --kernel"),
+        (["--gpu", "h200,h100", "--ablate"], "--ablate takes one GPU"),
+        (["--gpu", "all", "--ablate"], "--ablate takes one GPU"),
         (["--from-table", "case_report_0", "--mask"], "--from-table takes no --mask"),
         (["--from-table", "case_report_0", "--gpu", "h101"], "gpu 'h101' is not in the catalog"),
         (["--from-table", "case_report_0", "--dtype", "fp64"], "'fp64' is not a dtype"),
@@ -195,6 +199,20 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert code == 2
     assert out == ""
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["doctor", "--force"], "add --bundle"),
+        (["bench", "precision", "--peer-timeout", "5"], "precision takes --out"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = here(monkeypatch, capsys, *arguments)
+    assert code == 2 and said in err
 
 
 def test_bench_without_a_suite_lists_the_suites(

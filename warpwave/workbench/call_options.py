@@ -152,6 +152,9 @@ def _describe(
     from warpwave.problem import Operands, QuantizedOperands
     from warpwave.workbench.limits import check_size
 
+    arithmetic = spell_precision(_number_or_name(precision))
+    if arithmetic != "default" and names[dtype] != "float32":
+        raise typer.BadParameter(f"dtype is {dtype}; --precision belongs to float32", param_hint="--precision")
     of_v = names[dtype_v or ("bfloat16" if dtype == "int8" else dtype)]
 
     def tensor(*shape: int, dtype: str = names[dtype]) -> torch.Tensor:
@@ -194,7 +197,7 @@ def _describe(
             window_left=left,
             window_right=right,
             softcap=softcap,
-            precision=spell_precision(_number_or_name(precision)),
+            precision=arithmetic,
             return_lse=lse,
             needs_grad=grad,
             dropout_p=dropout,

@@ -146,7 +146,8 @@ def explain(
         str | None,
         typer.Option(
             metavar="GPU",
-            help="h200, mi300x, sm_90, gfx942 or cpu; several separated by commas, or all. Default: this machine.",
+            help="h200, mi300x, sm_90, gfx942 or cpu; several cards separated by commas (h200,l4); or all cards (all). "
+            "Default: this machine.",
         ),
     ] = None,
     kernel: Annotated[str, typer.Option(help="Explain this kernel: flash_fwd, hopper/flash_fwd, ...")] = "auto",
@@ -252,6 +253,11 @@ def _takes_no(context: typer.Context, option: str, others: set[str]) -> None:
         raise typer.BadParameter(f"{option} takes no {', '.join(names)}")
 
 
+def _is_list(name: str) -> bool:
+    """Returns whether a value of --gpu names several cards."""
+    return "," in name or name.lower() == "all"
+
+
 def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool) -> None:
     import json
     from dataclasses import asdict
@@ -259,6 +265,8 @@ def _print_ablations(problem: AttentionProblem, name: str | None, as_json: bool)
     from warpwave.workbench.hardware.catalog import resolve
     from warpwave.workbench.model.ablation import ablate
 
+    if name is not None and _is_list(name):
+        raise typer.BadParameter("--ablate takes one GPU, not several", param_hint="--gpu")
     try:
         gpu = None if name is None else resolve(name)
     except ValueError as error:
@@ -282,7 +290,7 @@ def _print_explanation(
     import warpwave
     from warpwave.workbench.hardware.catalog import resolve
 
-    if name is not None and ("," in name or name.lower() == "all"):
+    if name is not None and _is_list(name):
         from dataclasses import asdict
 
         from warpwave.workbench.explain import other_cards
@@ -299,6 +307,9 @@ def _print_explanation(
     measured: dict[str, Any] = {"measured_us": measured_us, "passes": passes, "record": record}
     explanation = warpwave.explain(problem, gpu=gpu, kernel=kernel, hot=hot, **measured)
     say(json.dumps(explanation.to_dict(), indent=2) if as_json else explanation)
+    if explanation.kernel is None:  # the kernel was named, and the call would raise UnsupportedProblem
+        complain(f"kernel {kernel!r} cannot run this call: {'; '.join(explanation.reasons[kernel])}")
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -372,6 +383,8 @@ def doctor(
 
     Exit code 1 if there is a problem.
     """
+    if force and bundle is None:
+        raise typer.BadParameter("only a bundle can overwrite a file; add --bundle", param_hint="--force")
     from warpwave.workbench.doctor.doctor import run
 
     raise typer.Exit(run(as_json=as_json, bundle=bundle, force=force))
@@ -404,6 +417,7 @@ def verify(
 
 @app.command()
 def bench(
+    context: typer.Context,
     suite: Annotated[
         str | None,
         typer.Argument(help="Name of a suite (without one, bench lists them), path of a .toml file, or precision."),
@@ -447,7 +461,7 @@ def bench(
     if suite == "precision":
         from warpwave.workbench.bench.precision import main as compare_precision
 
-        if scale or kernel or peer or mode or resume:
+        if _given(context) - {"suite", "out", "rounds", "only", "device", "as_json"}:
             raise typer.BadParameter("precision takes --out, --rounds, --only, --device and --json", param_hint="SUITE")
         raise typer.Exit(compare_precision(out=out, rounds=rounds, only=only, device=device, json_output=as_json))
     from warpwave.workbench.bench.run import main as run

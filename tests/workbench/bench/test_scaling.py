@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from warpwave.kernels import flash_fwd
-from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.bench.correctness import Verdict
+from warpwave.workbench.bench.records import Measurement, read_records
 from warpwave.workbench.bench.run import main
-from warpwave.workbench.bench.scaling import AXES, CAUSES, Point, judge, suite, table
+from warpwave.workbench.bench.scaling import AXES, CAUSES, Point, judge, points, suite, table
+from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.cli import app
 from warpwave.workbench.hardware.catalog import catalog, resolve
 from warpwave.workbench.model.predict import predict
@@ -89,12 +91,48 @@ def test_a_constant_is_a_launch_and_not_idle_sms() -> None:
     assert "fixed cost" in found.sentence
 
 
-def test_without_any_rate_the_exponent_alone_speaks() -> None:
-    square = judge("seqlen", "planted", _points("seqlen", _arithmetic))
+def test_without_any_rate_the_growth_is_stated_and_the_cause_is_undecided() -> None:
+    square = judge("seqlen", "planted", _points("seqlen", lambda f, b, c: f * 1e-6))
     straight = judge("seqlen", "planted", _points("seqlen", lambda f, b, c: b * 1e-3))
     assert square is not None and straight is not None
-    assert (square.end_cause, straight.end_cause) == ("arithmetic", "bandwidth")
-    assert "no rate" in square.why
+    assert (square.end_cause, straight.end_cause) == ("undecided", "undecided")
+    assert "of the work" in square.why and "of the bytes" in straight.why
+    assert "warpwave roof" in square.why and "undecided" in square.sentence
+
+
+def test_one_noisy_step_decides_nothing() -> None:
+    # Times of a CPU: 0.3 GB/s and 0.07 TFLOP/s, with a last step that grows like the bytes.
+    times = {64: 140.0, 128: 185.0, 256: 573.0, 512: 3500.0, 1024: 7000.0}
+    points = [Point(n, us, 512.0 * n**2, 2048.0 * n, spread=None) for n, us in times.items()]
+    found = judge("seqlen", "noisy", points)
+    assert found is not None and found.end_cause == "undecided" and found.turn is None
+    # Steps that disagree are no law, so the sentence is about the last size alone.
+    assert "Throughout" not in found.sentence and "At 1024" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("formula", "cause"),
+    [(_latency, "latency"), (lambda f, b, c: 5000.0, "launch"), (lambda f, b, c: (f * 1e-6) ** 1.5, "cache")],
+)
+def test_a_cause_that_only_the_growth_shows_needs_times_with_intervals(formula: Formula, cause: str) -> None:
+    points = _points("seqlen", formula)
+    causes = []
+    for spread in (0.01, 0.5, None):
+        found = judge("seqlen", "x", [replace(p, spread=spread) for p in points], rates=RATES, peak_tflops=PEAK)
+        assert found is not None
+        causes.append(found.end_cause)
+    assert causes == [cause, "undecided", "undecided"]
+
+
+def test_points_have_the_spread_of_their_samples() -> None:
+    problem = suite("batch", on_cpu=True).cases[0].problem
+    verdict = Verdict(True, "", 0.0, 0.0, 0.0, 0.0, 1)
+    spreads = []
+    for samples in ((10.0, 12.0), (9.0, 9.5, 10.0, 10.0, 10.5, 11.0)):
+        timing = Samples(samples, "events", 1, 1, False)
+        m = Measurement(suite="s", case="c", problem=problem, contender="warpwave auto", timing=timing, verdict=verdict)
+        spreads.append(points("batch", [m])["warpwave auto"][0].spread)
+    assert spreads == [None, pytest.approx(0.1)]  # two rounds have no interval; six have all their range
 
 
 @pytest.mark.parametrize("axis", AXES)

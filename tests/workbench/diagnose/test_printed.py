@@ -222,11 +222,31 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | bytes, words: 
         _load(tmp_path, text)
 
 
+def test_sizes_in_exponents_are_read_and_unknown_units_are_not(tmp_path: Path) -> None:
+    text = "seqlen,ours_us\n1e3,100\n2.5E+3,400\n4M,900\n8k,1000\n'16384 tokens',3000\n".replace("'", "")
+    document = _load(tmp_path, text, "t.csv")
+    assert [row.call.seqlen for row in document.rows] == [1000, 2500, None, 8192, 16384]
+    assert document.unread == ("seqlen = 4M",)
+
+
+def test_cells_that_hold_no_valid_figure_are_listed(tmp_path: Path) -> None:
+    text = "seqlen,threads,ours_us\n64,many,1\n128,32,-5\n256,32,inf\n512,32,0\n1024,32,NaN\n2048,32,OOM\n4096,32,\n"
+    document = _load(tmp_path, text, "t.csv")
+    assert [row.call.seqlen for row in document.rows] == [64]
+    # NaN, OOM and an empty cell mean that there is no figure.
+    assert document.unread == ("threads = many", "ours_us = -5", "ours_us = inf", "ours_us = 0")
+    long = "seqlen,ours_us\n64,1\n" + "".join(f"{128 * n},-{n}\n" for n in range(1, 10))
+    unread = _load(tmp_path, long, "t.csv").unread
+    assert unread[:5] == tuple(f"ours_us = -{n}" for n in range(1, 6)) and unread[5:] == ("ours_us in 4 more rows",)
+
+
 @pytest.mark.parametrize(
     ("fact", "words"),
     [
         ("tiles=64", "no fact about code"),
-        ("block_m", "no fact about code"),
+        ("block_m", "'block_m' has no value; write block_m=VALUE"),
+        ("flash.block_m", "write flash.block_m=VALUE"),
+        ("block-m=64", "did you mean block_m"),
         ("block_m=-1", "positive whole number"),
         ("unit=fpga", "scalar or matrix"),
     ],

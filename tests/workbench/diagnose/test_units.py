@@ -95,6 +95,30 @@ def test_a_slow_kernel_on_matrix_units_at_the_scalar_rate_is_told_apart_where_ro
     assert found.kind == "few warps" and "(1) keep 25% of the scalar units busy" in found.arithmetic
 
 
+@pytest.mark.parametrize("share", [0.55, 0.9])
+def test_without_a_fact_about_the_unit_both_readings_are_stated(share: float) -> None:
+    code, times = {"block_m": 64, "block_n": 64}, [[4096, _at_share(share, 4096, 64, 64)]]
+    unknown = _first(_table("h100", "seqlen", times, code, heads=64, head_dim=64))
+    assert unknown.kind == "scalar unit" and "do not tell the two apart" in unknown.text
+    assert f"{share:.0%} of the scalar units' rate" in unknown.text and "by latency" in unknown.text
+    # A fact about the unit leaves one reading.
+    scalar = _first(_table("h100", "seqlen", times, code | {"unit": "scalar"}, heads=64, head_dim=64))
+    assert scalar.kind == "scalar unit" and "the scalar unit binds" in scalar.text
+    assert "by latency" not in scalar.text
+    # So do float32 products, which the scalar units compute.
+    exact = _first(_table("h100", "seqlen", times, code, heads=64, head_dim=64, dtype="float32"))
+    assert exact.kind == "arithmetic"
+
+
+def test_rows_that_exclude_the_scalar_units_leave_one_reading_of_an_unknown_unit() -> None:
+    code = {"block_m": 64, "block_n": 64}
+    # Twice the width for 1.2 times the time: no unit's rate limits that.
+    wider = [[64, _at_share(0.48, 4096, 64, 64)], [128, _at_share(0.8, 4096, 64, 128)]]
+    assert _first(_table("h100", "head_dim", wider, code, heads=64, seqlen=4096)).kind == "latency"
+    few = [[64, _at_share(0.8 * 64 / 132, 64, 64, 64)]]
+    assert _first(_table("h100", "seqlen", few, code | {"threads": 32}, heads=64, head_dim=64)).kind == "few warps"
+
+
 def test_a_geforce_card_above_its_stated_clock_is_no_contradiction() -> None:
     # 185 TFLOP/s: above the 165.2 at 2520 MHz, below the 203.5 at 3105 MHz.
     time = 4 * 32 * 8192**2 * 128 / 185 * 1e-6
@@ -185,5 +209,5 @@ def test_the_option_takes_the_file_of_a_card_and_a_table_does_not(tmp_path: Path
     with pytest.raises(TableError, match="--gpu 'h1000' is not in the catalog"):
         load(table, Given(gpu="h1000"))
     data = {"title": "t", "gpu": str(card), "tables": [{"columns": ["seqlen", "time_us"], "rows": [[1, 2]]}]}
-    with pytest.raises(TableError, match="is not in the catalog; --gpu also takes a card's file"):
+    with pytest.raises(TableError, match=r"is not in the catalog; .*--gpu also takes a card's file"):
         parse(data, source="s")

@@ -238,9 +238,17 @@ def test_architectures_and_the_cpu_are_names_too() -> None:
     }
 
 
-def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"'h300' is not known; known are the cards v100, .*sm_90.*cpu; .*card.toml"):
-        resolve("h300")
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [("h300", ["h200", "h100"]), ("sm_99", ["sm_90", "sm_89"]), ("sm_75", ["t4", "rtx2080ti"]), ("no such card", [])],
+)
+def test_an_unknown_name_is_refused_with_similar_names_and_where_the_list_is(name: str, similar: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is not known") as refused:
+        resolve(name)
+    said = str(refused.value)
+    assert all(word in said for word in similar) and "card.toml" in said and "--gpu card.toml" not in said
+    assert "warpwave explain --gpu all" in said or name == "sm_75"
+    assert len(said) < 250
 
 
 def test_exponentials_are_a_product_of_three() -> None:

@@ -6,12 +6,14 @@ More heads of one length add equal blocks: while the time stays flat, SMs are id
 SMs are busy. With longer sequences, work grows with the square of the length and bytes with the length: an exponent of
 2 means arithmetic, of 1 memory traffic, of 0 a fixed cost. A wider head adds work and bytes in proportion, and a larger
 batch adds everything in proportion. Exponents are fitted with 95 % intervals, over the sizes after the flat part that
-the last kernel ran: no law holds across two kernels or two causes. If the exponents of two resources agree, the rates
-reached at the largest size decide between them.
+the last kernel ran: no law holds across two kernels or two causes. A resource binds only if its rate is reached at the
+largest size. A conclusion from the growth alone needs intervals of the times, so at least 6 rounds. Otherwise the cause
+is undecided.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,12 +22,13 @@ from typing import Any
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.bench.table import Table
+from warpwave.workbench.bench.timing import median_interval
 from warpwave.workbench.bench.workloads import Case, Suite, case_name
 from warpwave.workbench.model.fitting import PowerLaw, line, power_law
 from warpwave.workbench.model.roofline import Rates, figure, product_path, us
 
 AXES = ("blocks", "seqlen", "head_dim", "batch")
-FLAT = 0.25  # an exponent below this counts as flat
+FLAT = 0.25  # an exponent below this counts as flat, and exponents that differ by less agree
 BUSY = 0.4  # a resource binds from this share of its rate on, by the data sheet or as measured
 STEEP = 0.5  # an exponent that exceeds the work's by more is not explained by the work
 FIXED = 0.5  # a fixed cost is the cause from this share of the time on
@@ -37,6 +40,7 @@ CAUSES = {
     "arithmetic": "products: the multiply units bind",
     "cache": "more than the work: data leaves a cache, or work is repeated",
     "latency": "latency: time grows with the work, and no unit is near its rate",
+    "undecided": "what binds is undecided",
 }
 
 
@@ -51,6 +55,7 @@ class Point:
         blocks: blocks that the kernel launches; 0 if unknown.
         kernel: our kernel that ran; empty for peers.
         hot: whether the inputs could stay in L2 between calls.
+        spread: half the 95 % interval of the time, as a share of it; None if there were too few rounds for one.
     """
 
     size: float
@@ -60,6 +65,7 @@ class Point:
     blocks: int = 0
     kernel: str = ""
     hot: bool = False
+    spread: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,15 @@ class Scaling:
     @property
     def sentence(self) -> str:
         """The verdict."""
-        whole = self.since == self.points[0].size
+        whole, last = self.since == self.points[0].size, self.points[-1].size
+        agree = self.law.half <= FLAT  # otherwise no cause holds at all sizes of the law
         said = f"{self.contender}: time grows with {self.axis}^{self.law}{'' if whole else f' from {self.since:g} on'} "
         said += f"(work ^{self.of_flops:.2f}, bytes ^{self.of_bytes:.2f}). {self._kernels}"
         if self.turn is None:
-            return f"{said}{'Throughout' if whole else 'There'}, {CAUSES[self.end_cause]} ({self.why})"
-        return (
-            f"{said}Up to {self.turn:g}, {CAUSES[self.begin_cause]}; from there on, {CAUSES[self.end_cause]} "
-            f"({self.why})"
-        )
+            where = f"At {last:g}" if not agree else "Throughout" if whole else "There"
+            return f"{said}{where}, {CAUSES[self.end_cause]} ({self.why})"
+        where = "from there on" if agree else f"at {last:g}"
+        return f"{said}Up to {self.turn:g}, {CAUSES[self.begin_cause]}; {where}, {CAUSES[self.end_cause]} ({self.why})"
 
     @property
     def _kernels(self) -> str:
@@ -186,7 +192,9 @@ def points(axis: str, measurements: Sequence[Measurement], gpu: Any = None) -> d
             count = cost.items or cost.blocks
         size, hot = size_of(axis, m.problem), not m.timing.l2_flushed and m.timing.input_sets == 1
         ran = (m.kernel or "") if m.is_ours else ""
-        point = Point(size, m.timing.median_us, m.problem.flops, m.problem.compulsory_bytes, count, ran, hot)
+        time, interval = m.timing.median_us, median_interval(m.timing.samples_us)
+        spread = None if interval is None else (interval[1] - interval[0]) / 2 / time
+        point = Point(size, time, m.problem.flops, m.problem.compulsory_bytes, count, ran, hot, spread)
         found.setdefault(m.contender, []).append(point)
     return {name: sorted(line, key=lambda p: p.size) for name, line in found.items()}
 
@@ -211,12 +219,14 @@ def judge(
         return None
     pts = sorted(measured, key=lambda p: p.size)
     steps = tuple(power_law([a.size, b.size], [a.time_us, b.time_us]).exponent for a, b in pairwise(pts))
-    flat = next((i for i, step in enumerate(steps) if step >= FLAT), len(steps))
+    errors = tuple(_step_error(a, b) for a, b in pairwise(pts))
+    # A step whose time is not known well is not flat, so a cause of flat times needs intervals.
+    flat = next((i for i in range(len(steps)) if steps[i] + errors[i] >= FLAT), len(steps))
     lawful = _lawful(pts, flat)
     sizes = [p.size for p in lawful]
     law = power_law(sizes, [p.time_us for p in lawful])
     of_flops, of_bytes = (power_law(sizes, [getattr(p, name) for p in lawful]).exponent for name in ("flops", "bytes"))
-    end, why = _end_cause(pts, steps, of_flops, of_bytes, rates, peak_tflops, num_sms)
+    end, why = _end_cause(pts, steps, errors, law, of_flops, of_bytes, rates, peak_tflops, num_sms)
     turn, begin = None, end
     if 0 < flat < len(steps):
         turn = pts[flat].size
@@ -242,9 +252,33 @@ def _share(part: float) -> str:
     return f"{part:.0%}" if part <= 1 else "more than all"
 
 
+def _step_error(a: Point, b: Point) -> float:
+    """Returns how far the exponent from one size to the next may be off; infinite if the times have no intervals."""
+    if a.spread is None or b.spread is None:
+        return math.inf
+    return (a.spread + b.spread) / math.log(b.size / a.size)
+
+
+def _unreliable(errors: Sequence[float]) -> str:
+    """Returns why the steps do not support a conclusion; "" if they do."""
+    most = max(errors)
+    if math.isinf(most):
+        return "fewer than 6 rounds give no interval of the growth"
+    return f"the growth of a step is known to +- {most:.2f} only, which more rounds narrow" if most > FLAT else ""
+
+
+def _fits(law: PowerLaw, of_flops: float, of_bytes: float) -> str:
+    """Returns which growth lies in the interval of the law, in words."""
+    work, size = (abs(law.exponent - exponent) <= law.half for exponent in (of_flops, of_bytes))
+    named = {(True, False): "that of the work", (False, True): "that of the bytes", (True, True): "either"}
+    return f"the growth fits {named.get((work, size), 'neither the work nor the bytes')}"
+
+
 def _end_cause(
     pts: Sequence[Point],
     steps: Sequence[float],
+    errors: Sequence[float],
+    law: PowerLaw,
     of_flops: float,
     of_bytes: float,
     rates: Rates | None,
@@ -252,7 +286,7 @@ def _end_cause(
     num_sms: int,
 ) -> tuple[str, str]:
     last = pts[-1]
-    if all(step < FLAT for step in steps):
+    if all(step + error < FLAT for step, error in zip(steps, errors, strict=True)):
         cause = _flat_cause(pts, num_sms)
         return cause, f"{us(pts[0].time_us)} to {us(last.time_us)} for {last.flops / pts[0].flops:.3g} x the work"
     gbps, tflops = last.bytes / last.time_us * 1e-3, last.flops / last.time_us * 1e-6
@@ -264,27 +298,23 @@ def _end_cause(
     reached += f", {_share(products)} of the rate" if peak_tflops else ""
     reached += f"; {figure(gbps)} GB/s" + (" out of L2" if in_l2 else "") + (f", {_share(memory)}" if memory else "")
     of_work = power_law([p.size for p in pts[-2:]], [p.flops for p in pts[-2:]]).exponent
-    if steps[-1] > of_work + STEEP:
+    if steps[-1] - errors[-1] > of_work + STEEP:
         return "cache", f"the last step grows ^{steps[-1]:.2f} where the work grows ^{of_work:.2f}; {reached}"
     if max(memory, products) >= BUSY:
         return ("arithmetic" if memory <= products else "L2" if in_l2 else "bandwidth"), reached
     if num_sms and 0 < last.blocks < num_sms:
         return "idle SMs", f"{last.blocks} blocks on {num_sms} SMs at the largest; {reached}"
-    try:
-        start, _ = line([p.flops for p in pts], [p.time_us for p in pts])
-    except ValueError:
-        start = 0.0
-    if start >= FIXED * last.time_us:
-        return "launch", f"{us(start)} of {us(last.time_us)} do not depend on the work; {reached}"
-    if peak_tflops or (rates is not None and rates.memory_gbps):
-        return "latency", reached
-    # No rate is known: only the exponent can decide, if those of work and bytes differ.
-    tail = steps[-1]
-    if abs(of_flops - of_bytes) > 0.4:
-        return ("arithmetic" if abs(tail - of_flops) <= abs(tail - of_bytes) else "bandwidth"), (
-            f"the last step grows ^{tail:.2f}; {reached}; no rate of this machine is known"
-        )
-    return "latency", f"{reached}; no rate of this machine is known: `warpwave roof` measures them"
+    if not (unreliable := _unreliable(errors)):
+        try:
+            start, _ = line([p.flops for p in pts], [p.time_us for p in pts])
+        except ValueError:
+            start = 0.0
+        if start >= FIXED * last.time_us:
+            return "launch", f"{us(start)} of {us(last.time_us)} do not depend on the work; {reached}"
+        if peak_tflops or (rates is not None and rates.memory_gbps):
+            return "latency", reached
+    missing = "" if peak_tflops or level else "no rate of this machine is known: `warpwave roof` measures them"
+    return "undecided", "; ".join(filter(None, (_fits(law, of_flops, of_bytes), reached, unreliable, missing)))
 
 
 def table(found: Sequence[Scaling]) -> Table:

@@ -43,6 +43,7 @@ __all__ = [
     "Samples",
     "host_time_interleaved",
     "host_time_us",
+    "median_interval",
     "paired_ratio",
     "ratio_if_paired",
     "time_interleaved",
@@ -202,11 +203,17 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
         raise ValueError(f"paired samples need equal rounds, got {len(a.samples_us)} and {len(b.samples_us)}")
     if a.method != b.method:
         raise ValueError(f"times by different methods cannot be compared: {a.method} and {b.method}")
-    ratios = sorted(x / y for x, y in zip(a.samples_us, b.samples_us, strict=True))
-    rank = _interval_rank(len(ratios))
-    if rank is None:
-        return Ratio(median(ratios), None, None)
-    return Ratio(median(ratios), ratios[rank], ratios[-1 - rank])
+    ratios = [x / y for x, y in zip(a.samples_us, b.samples_us, strict=True)]
+    return Ratio(median(ratios), *(median_interval(ratios) or (None, None)))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Returns the 95 % confidence interval of a median, in the unit of the values; None for fewer than 6 values.
+
+    Its ends are order statistics, see `paired_ratio`.
+    """
+    rank = _interval_rank(len(values))
+    return None if rank is None else (sorted(values)[rank], sorted(values)[-1 - rank])
 
 
 def ratio_if_paired(a: Samples, b: Samples) -> Ratio | None:

@@ -31,7 +31,7 @@ from warpwave.workbench.diagnose.fixed import fixed_cost
 from warpwave.workbench.diagnose.parse import Device, Document, Row
 from warpwave.workbench.model.roofline import byte, figure, flop, us
 
-AT_RATE = 0.6  # share of the scalar units' rate from which products may run on them
+AT_RATE = 0.6  # share of the scalar units' rate from which products that are stated as "matrix" may run on them
 CLIFF = 1.3  # a unit of work this much slower beyond a cache's size
 SCHEDULERS = 4  # of an SM; each starts an instruction of one of its warps every clock
 PROFILE = (
@@ -119,15 +119,22 @@ def binding(document: Document) -> Iterator[Finding]:
             continue
         reread = _reread(document, use, has_cliff=cliff is not None)
         most = max(use.arithmetic, use.bandwidth, use.exponentials)
+        explained = 1.0 if cliff is None else cliff.factor
         if reread is not None and reread[0] >= max(use.arithmetic, use.exponentials):
             yield reread[1]
         elif BINDS <= most <= MORE_THAN_ALL:
-            of_units = _exponentials(use, device) if use.exponentials == most else _bound(use, device)
-            yield _memory(use, device) if use.bandwidth == most else of_units
+            if use.bandwidth == most:
+                yield _memory(use, device)
+            elif use.exponentials == most:
+                yield _exponentials(use, device)
+            elif (on_matrix_units := _if_on_matrix_units(use, device)) is not None:
+                yield _latency(document, on_matrix_units, rows, explained)
+            else:
+                yield _bound(use, device)
         elif reread is not None:
             yield reread[1]
         elif use.peak_tflops is not None and 0 < use.arithmetic:
-            yield _latency(document, use, rows, 1.0 if cliff is None else cliff.factor)
+            yield _latency(document, use, rows, explained)
 
 
 def _of_arithmetic(use: _Use) -> str:
@@ -138,15 +145,32 @@ def _of_arithmetic(use: _Use) -> str:
     )
 
 
+def _matrix_units_offer(use: _Use, device: Device) -> float:
+    """Returns how many times as fast matrix units are as the scalar units of a row; 1 if that makes no difference."""
+    row, offers = use.row, matrix_tflops(use.row.call.dtype, device)
+    if row.kernel.unit != "scalar" or row.call.dtype == "float32" or not offers:
+        return 1.0
+    factor = offers / (use.peak_tflops or offers)
+    return factor if factor > 1.5 else 1.0
+
+
+def _if_on_matrix_units(use: _Use, device: Device) -> _Use | None:
+    """Returns what the row uses if its products run on matrix units; None if a fact or the card excludes that."""
+    row = use.row
+    if not row.is_unit_assumed or _matrix_units_offer(use, device) == 1:
+        return None
+    return _use(replace(row, kernel=replace(row.kernel, unit="matrix")), device)
+
+
 def _bound(use: _Use, device: Device) -> Finding:
     """Returns the unit that multiplies as the bound, and the faster unit of the card if there is one."""
-    row, offers = use.row, matrix_tflops(use.row.call.dtype, device)
+    row, factor = use.row, _matrix_units_offer(use, device)
     text = f"{use.row.name}: the {row.kernel.unit} unit binds, at {use.arithmetic:.0%} of what the busy "
     text += f"{device.unit_name}s can do"
-    factor = offers / (use.peak_tflops or offers) if row.kernel.unit == "scalar" and offers else 1.0
-    if factor > 1.5 and row.call.dtype != "float32":
+    if factor > 1:
+        offers = factor * (use.peak_tflops or 0)
         text += f"; the matrix units offer {factor:.3g} x for {row.call.dtype}"
-        said = f"{_of_arithmetic(use)}; {figure(offers or 0)} / {figure(use.peak_tflops or 0)} = {factor:.3g}"
+        said = f"{_of_arithmetic(use)}; {figure(offers)} / {figure(use.peak_tflops or 0)} = {factor:.3g}"
         return Finding("scalar unit", text, said, row.series, factor, is_cause=True)
     return Finding("arithmetic", text, _of_arithmetic(use), row.series, max(1.0, 1 / use.arithmetic), is_cause=True)
 
@@ -250,19 +274,21 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
         said += f"; {rate} GB/s / {figure(device.bandwidth_gbps)} GB/s = {use.bandwidth:.2%}"
     if use.exponentials > max(use.arithmetic, use.bandwidth):
         said += f"; {use.exponentials:.1%} of the rate of exponentials"
-    if row.kernel.unit == "matrix" and AT_RATE <= (share := _of_scalar(use, device)) <= MORE_THAN_ALL:
+    at_rate = BINDS if row.is_unit_assumed else AT_RATE
+    if row.kernel.unit == "matrix" and at_rate <= (share := _of_scalar(use, device)) <= MORE_THAN_ALL:
         scalar = device.tflops["scalar"]
         ratio = (use.peak_tflops or 0) / scalar
         said += f"; {share:.0%} of the rate of the scalar units"
         on_matrix_units = _on_matrix_units(document, use, rows, share)
         said += f"; {on_matrix_units}" if on_matrix_units else ""
         if ratio >= OFFERS and not on_matrix_units:
+            state = ", and --code unit=matrix or unit=scalar states it here" if row.is_unit_assumed else ""
             return Finding(
                 "scalar unit",
                 f"{use.row.name}: {share:.0%} of the scalar units' rate and {use.arithmetic:.1%} of the matrix "
                 f"units': check that the products run on matrix units, which offer {ratio:.3g} x. A slow kernel on "
                 f"matrix units may have this rate too ({rest:.3g} x by latency), and these rows do not tell the two "
-                "apart; the machine code does, by HMMA, HGMMA or MFMA instructions",
+                f"apart; the machine code does, by HMMA, HGMMA or MFMA instructions{state}",
                 f"{said}; {figure(use.peak_tflops or 0)} / {figure(scalar)} = {ratio:.3g}",
                 row.series,
                 ratio,
@@ -273,8 +299,7 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
         return Finding("few warps", text, f"{warps[1]}; {said}", row.series, rest, is_cause=True)
     without = f" without idle {device.unit_name}s and threads" if use.busy * use.busy_threads < 1 else ""
     text = f"{use.row.name}: latency-bound by {rest:.3g} x{without}: {PROFILE}"
-    offers = (matrix_tflops(row.call.dtype, device) or 0.0) / (use.peak_tflops or 1.0)
-    if row.kernel.unit == "scalar" and row.call.dtype != "float32" and offers > 1.5:
+    if (offers := _matrix_units_offer(use, device)) > 1:
         text += f". The products are taken to run on the scalar units; the matrix units offer {offers:.3g} x more"
         said += f"; {figure(offers * (use.peak_tflops or 0))} / {figure(use.peak_tflops or 0)} = {offers:.3g}"
     return Finding("latency", text, said, row.series, rest, is_cause=True)

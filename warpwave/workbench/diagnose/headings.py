@@ -193,10 +193,11 @@ def size(name: str, cell: str) -> Any:
         return {"fwd": "forward", "bwd": "backward", "fwd+bwd": "both", "fwd_bwd": "both"}.get(
             low, low if low in ("forward", "backward", "both") else None
         )
-    found = re.match(r"(\d[\d,']*(?:\.\d+)?)\s*(k\b|ki?b\b)?", low)
-    if found is None:
-        return None
-    value = float(found[1].replace(",", "").replace("'", "")) * (1024 if found[2] else 1)
+    found = NUMBER.match(low)
+    value, rest = number(low), low[found.end() :] if found else ""
+    if value is None or re.match(r"(?!k\b|ki?b\b)[a-z]", rest):
+        return None  # "1M" is not 1
+    value *= 1024 if re.match(r"\s*(k|ki?b)\b", rest) else 1
     return int(value) if value >= 1 and value == int(value) else None
 
 

@@ -73,8 +73,10 @@ def _with_units(document: Document) -> Document:
     faster = {name for name, share in best.items() if share > 1}
 
     def resolved(row: Row) -> Row:
-        unit = row.kernel.unit or ("matrix" if row.series in faster else "scalar")
-        return replace(row, kernel=replace(row.kernel, unit=unit))
+        if row.kernel.unit:
+            return row
+        unit = "matrix" if row.series in faster else "scalar"
+        return replace(row, kernel=replace(row.kernel, unit=unit), is_unit_assumed=True)
 
     unknown = [
         f"{'matrix' if name in faster else 'scalar'} units of {name}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from warpwave.workbench.hardware.catalog import DataSheet, catalog, find, sheet_of
+from warpwave.workbench.hardware.catalog import DataSheet, find, hint, sheet_of
 from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS
 from warpwave.workbench.input_files import LARGEST_BYTES, Unreadable, read_bytes, read_toml
 from warpwave.workbench.model.roofline import data_sheet_rates
@@ -148,6 +148,7 @@ class Row:
         digits: figure -> its number of significant digits.
         launch_saving: how launches were made cheaper ("graph", "streams"); empty if they were not.
         parts: name -> us, if the row gives parts of its time.
+        is_unit_assumed: whether `kernel.unit` follows from the rate alone (`implied`), and the table does not state it.
     """
 
     table: str
@@ -164,6 +165,7 @@ class Row:
     digits: Mapping[str, int] = field(default_factory=dict)
     launch_saving: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    is_unit_assumed: bool = False
 
     @property
     def name(self) -> str:
@@ -183,7 +185,7 @@ class Document:
         claims: the author's conclusions, as data; see `claims`.
         parts: parts of a time that are given outside a row: name -> us.
         assumed: what the table does not state and has a default, in words.
-        unread: headings of columns that were not read.
+        unread: headings of columns, and cells, that were not read.
     """
 
     title: str
@@ -264,7 +266,9 @@ def facts_of_code(texts: list[str]) -> dict[str, dict[str, Any]]:
     for text in texts:
         name, equals, value = text.partition("=")
         series, _, key = name.strip().rpartition(".")
-        if not equals or key not in _names(Kernel):
+        if not equals and key in _names(Kernel):
+            raise TableError(f"--code {quoted(text)} has no value; write {text.strip()}=VALUE")
+        if key not in _names(Kernel):
             raise TableError(f"--code {quoted(text)} is no fact about code; {_hint(key, _names(Kernel))}")
         found.setdefault(series, {})[key] = _value(value.strip())
     for series, values in found.items():
@@ -374,9 +378,8 @@ def _sheet(data: Mapping[str, Any], source: str, option: str | None) -> DataShee
         raise TableError(str(error)) from None
     if found is None and (option is not None or "gpu" in data):
         name = f"{source}: gpu {quoted(data['gpu'])}" if option is None else f"--gpu {quoted(option)}"
-        raise TableError(
-            f"{name} is not in the catalog; --gpu also takes a card's file; known are {', '.join(catalog())}"
-        )
+        text = str(data["gpu"]) if option is None else option
+        raise TableError(f"{name} is not in the catalog; {hint(text)}; --gpu also takes a card's file")
     return found
 
 

@@ -1,7 +1,8 @@
 """Reads tables as people print them (Markdown, CSV, pasted text) and returns them as the data of a TOML table file.
 
 Headings and cells give sizes, facts, figures and series. Options of the command add what a table does not state: the
-card, the call and facts about the code. Headings that are not understood are returned too, for the output to list.
+card, the call and facts about the code. Headings and cells that are not understood are returned too, for the output to
+list.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from warpwave.workbench.diagnose.text_tables import TextTable, decode, text_tabl
 
 METRIC = re.compile(r"|metric|measure|measurement|quantity|item|value", re.I)
 WARP = 32
+MOST_LISTED = 5  # cells of a column that are listed as not read
 Line = dict[Any, Any]  # a size, a fact, or (column, passes) of a figure -> its value
 
 
@@ -109,7 +111,7 @@ def _upright(table: TextTable) -> TextTable:
 
 
 def _lines(table: TextTable, call: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
-    """Returns each row as sizes, facts and figures, and the headings that were not read."""
+    """Returns each row as sizes, facts and figures, and the headings and cells that were not read."""
     heads = [_with_cells(heading(text), [row[i] for row in table.rows], table) for i, text in enumerate(table.header)]
     heads = _with_owners(heads)
     # With a total beside them, other times without a series are parts of it.
@@ -117,15 +119,24 @@ def _lines(table: TextTable, call: Mapping[str, Any]) -> tuple[list[Line], list[
     total = next((h for h in times if re.match(r"total", h.owner, re.I) or not h.owner), None)
     parts = [h for h in times if total and h is not total and _is_part(h.owner)]
     lines = []
+    unread: dict[str, list[str]] = {}
     for row in table.rows:
         line: Line = {}
         for head, text, cell in zip(heads, table.header, row, strict=True):
-            _read_cell(line, head, text, cell, is_part=any(head is part for part in parts), caption=table.caption)
+            is_part = any(head is part for part in parts)
+            if not _read_cell(line, head, text, cell, is_part=is_part, caption=table.caption) and not is_nothing(cell):
+                unread.setdefault(text, []).append(cell)
         _add_keys(line, call)
         if line:
             lines.append(line)
     shown = [text for head, text in zip(heads, table.header, strict=True) if head.kind == "unknown" and text]
-    return lines, shown
+    return lines, [*shown, *(words for text, cells in unread.items() for words in _unread_cells(text, cells))]
+
+
+def _unread_cells(heading: str, cells: Sequence[str]) -> list[str]:
+    """Returns one text for each cell of a column that was not read; the rest are counted."""
+    shown = [f"{heading} = {cell}" for cell in cells[:MOST_LISTED]]
+    return [*shown, f"{heading} in {len(cells) - MOST_LISTED} more rows"] if len(cells) > MOST_LISTED else shown
 
 
 def _with_owners(heads: list[Heading]) -> list[Heading]:
@@ -160,12 +171,13 @@ def _with_cells(head: Heading, cells: Sequence[str], table: TextTable) -> Headin
     return head
 
 
-def _read_cell(line: Line, head: Heading, text: str, cell: str, *, is_part: bool, caption: str) -> None:
-    """Adds the value of a cell to its line."""
+def _read_cell(line: Line, head: Heading, text: str, cell: str, *, is_part: bool, caption: str) -> bool:
+    """Adds the value of a cell to its line. Returns False if the column holds sizes, facts or figures and the cell has
+    no valid one."""
     if head.kind in ("size", "fact"):
         value = size(head.name, cell) if not head.factor else round((number(cell) or 0) * head.factor) or None
         if value is None:
-            return
+            return False
         if head.name == "warps":
             line["threads"] = WARP * value
         else:
@@ -175,11 +187,11 @@ def _read_cell(line: Line, head: Heading, text: str, cell: str, *, is_part: bool
         if told is not None:
             value, name = told[1], told[0]
         elif value is None or not head.factor or is_nothing(cell):
-            return
+            return False
         else:
             value, name = rounded(value * head.factor), head.name
         if value <= 0:
-            return
+            return False
         line["per_head"] = line.get("per_head", False) or head.per_head or bool(told and told[2])
         key = (f"{owner(text) or text}.part_us" if is_part else f"{_series(head.owner)}{name}", head.passes)
         line[key] = value
@@ -189,6 +201,7 @@ def _read_cell(line: Line, head: Heading, text: str, cell: str, *, is_part: bool
         line[f"bytes of {head.name}"] = amount
     elif head.kind == "fits" and (told_fits := answer(cell)) is not None:
         line["claim"] = {"says": f"{text} {cell}", "fits_in": head.name, "answer": told_fits}
+    return True
 
 
 def _series(words: str) -> str:

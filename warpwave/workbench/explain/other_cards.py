@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.explain.backward import both_of, saving_of
 from warpwave.workbench.explain.text import in_words_of
-from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, gpu_of, sheet_of
+from warpwave.workbench.hardware.catalog import DataSheet, catalog, data_sheet, gpu_of, hint, sheet_of
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.roofline import Roofline, data_sheet_rates, estimated, figure, roofline, us
 from warpwave.workbench.terminal import columns
@@ -57,10 +57,10 @@ def cards(names: str) -> list[DataSheet]:
         except ValueError as error:
             raise InvalidInput(str(error)) from None
         if sheet is None:
-            raise InvalidInput(f"GPU {name!r} is not in the catalog; known are {', '.join(catalog())}")
+            raise InvalidInput(f"GPU {name!r} is not in the catalog; {hint(name)}")
         found.append(sheet)
     if not found:
-        raise InvalidInput(f"{names!r} names no card; known are {', '.join(catalog())}")
+        raise InvalidInput(f"{names!r} names no card; {hint(names)}")
     return list({sheet.key: sheet for sheet in found}.values())
 
 

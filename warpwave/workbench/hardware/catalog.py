@@ -16,6 +16,7 @@ figures that agree with it. Three sources hold for every card:
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import tomllib
@@ -217,7 +218,7 @@ def resolve(text: str) -> Gpu:
     or `cpu`.
 
     Raises:
-        ValueError: the name is unknown, or the file is no sheet; the message lists the cards and the architectures.
+        ValueError: the name is unknown, or the file is no sheet; the message has similar names.
     """
     sheet = sheet_of(text)
     if sheet is not None:
@@ -227,9 +228,17 @@ def resolve(text: str) -> Gpu:
     if text.lower() in ARCHS:
         return Gpu.for_arch(text.lower())
     raise ValueError(
-        f"GPU {text!r} is not known; known are the cards {', '.join(catalog())}, the architectures "
-        f"{', '.join(ARCHS)}, and cpu; a card that is not there can be described in a file, --gpu card.toml"
+        f"GPU {text!r} is not known; {hint(text)}; a card that is not there can be described in a file, card.toml"
     )
+
+
+def hint(text: str) -> str:
+    """Returns what to write instead of a name that stands for no card: cards of this architecture, or similar names."""
+    listed = "`warpwave explain --gpu all` lists the cards"
+    if alike := of_arch(text.lower()):
+        return f"name a card of {text.lower()}: {', '.join(sheet.key for sheet in alike)}"
+    close = difflib.get_close_matches(text.lower(), (*catalog(), *ARCHS), n=3)
+    return f"did you mean {' or '.join(close)}? {listed}" if close else listed
 
 
 def sheet_of(text: str) -> DataSheet | None:
