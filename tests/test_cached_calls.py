@@ -383,6 +383,17 @@ def test_new_tokens_need_not_be_as_many_as_queries(owner: str, seqlen_new: int) 
         assert visible(together) == before
 
 
+def test_what_the_cache_knows_counts_the_tokens_that_are_appended() -> None:
+    cache = two_rows()
+    q, new = tokens(1, 1, 4, 8), tokens(1, 3, 2, 8)
+    said: dict[str, Any] = {"rows": [0], "k_new": new, "v_new": new, "causal": True}
+    with pytest.raises(InvalidInput, match="max_seqlen_k is 8 and row 0 has 9"):
+        attention_with_kv_cache(q, cache, max_seqlen_k=8, **said)
+    assert cache.lengths[0] == 6
+    attention_with_kv_cache(q, cache, max_seqlen_k=9, **said)
+    assert cache.lengths[0] == 9
+
+
 def test_a_row_without_queries_needs_no_evicted_token() -> None:
     cache = two_rows()
     cache.evict(1, 2)
@@ -393,4 +404,6 @@ def test_a_row_without_queries_needs_no_evicted_token() -> None:
     with pytest.raises(InvalidInput, match="evicted"):
         attention_with_kv_cache(q, cache, rows=[1, 0], seqlens_q=[2, 0], cu_seqlens_q=ints(0, 2, 2), causal=True)
     with pytest.raises(InvalidInput, match="evicted"):
-        attention_with_kv_cache(q, cache, rows=[1, 0], max_seqlen_q=2, **said)  # the host does not know who asks
+        attention_with_kv_cache(
+            q, cache, rows=[1, 0], max_seqlen_q=2, **said
+        )  # which row has queries is not known on the host

@@ -386,6 +386,7 @@ def test_a_shared_prefix_before_what_is_appended_is_accepted() -> None:
     out = attention_with_kv_cache(
         new, cache, rows=rows, k_new=new, v_new=new, causal=True, shared_prefix=8, checked=True
     )
+    # On a GPU, the prefix and the rest are merged in another order than splits of all keys.
     torch.testing.assert_close(out, attention_with_kv_cache(new, cache, rows=rows, causal=True))
 
 

@@ -386,3 +386,29 @@ def test_a_checked_call_reads_the_factors_of_a_page_before_it_is_copied() -> Non
     with pytest.raises(InvalidInput, match=rf"k_descale\[{shared}, 1, 0\] is inf"):
         attention_with_kv_cache(q, cache, checked=True, **{**said, "rows": [third]})
     assert cache.lengths[third] == 6
+
+
+@pytest.mark.parametrize(("queries", "tokens_new", "refused"), [(6, 1, True), (1, 3, False), (3, 3, False)])
+def test_a_checked_call_reads_the_factors_of_all_tokens_that_it_does_not_write(
+    queries: int, tokens_new: int, refused: bool
+) -> None:
+    """Cells 3 to 5 have no factor. One new token leaves two of them unwritten, three do not."""
+    cache = make(torch.int8)
+    row = cache.add()
+    cache.append([row], *new(3))
+    cache.extend([row], 3)
+    layer = cache.layer
+    for factor in (layer.k_descale, layer.v_descale):
+        assert factor is not None
+        factor[cache.pages(row)[0], 3] = -1
+        factor[cache.pages(row)[1]] = -1
+    q, (k, v) = tokens(1, queries, 4, 16).bfloat16(), new(tokens_new, seed=9)
+    said: dict[str, Any] = {"rows": [row], "k_new": k, "v_new": v, "checked": True}
+    if refused:
+        with pytest.raises(InvalidInput, match=r"k_descale.* is -1"):
+            attention_with_kv_cache(q, layer, **said)
+    else:
+        attention_with_kv_cache(q, layer, **said)
+    k, v = new(7)
+    with pytest.raises(InvalidInput, match="less than the 7 new tokens"):
+        attention_with_kv_cache(q, layer, **{**said, "k_new": k, "v_new": v})

@@ -78,8 +78,8 @@ def check_records(
     for row, count, new in zip(rows, queries or unknown, appended or unknown, strict=False):
         begin, length = cache.kept(row)
         length += new
-        asks = queries is None or count > 0
-        if asks and begin and (window_left < 0 or length - count - window_left < begin):
+        has_queries = queries is None or count > 0
+        if has_queries and begin and (window_left < 0 or length - count - window_left < begin):
             raise InvalidInput(
                 f"the tokens of row {row} before {begin} were evicted; with a left window of {window_left} (-1: none) "
                 f"and {count} queries at the end of its {length} tokens, the call needs them"

@@ -584,6 +584,25 @@ def test_packed_queries_of_sequences_without_keys() -> None:
     assert not flash_attn_3.flash_attn_varlen_func(q, z, z, cu, 0 * cu, 3, 0).any()
 
 
+def test_arguments_that_programs_pass_besides_those_declared() -> None:
+    """transformers passes the longest sequences as tensors of one integer."""
+    q, k, v = (t.flatten(0, 1) for t in qkv((5, 7)))
+    cu_q, cu_k = offsets([5, 5]), offsets([7, 7])
+    longest: Any = (cu_q.diff().max(), cu_k.diff().max())
+    expected = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 7, causal=True)
+    loose: dict[str, Any] = {"causal": 1}
+    assert torch.equal(flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, **loose), expected)
+    most_q, most_k = longest
+    assert torch.equal(flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, most_q, most_k, causal=True), expected)
+    out, _ = flash_attn_4.flash_attn_varlen_func(q, k, v, None, cu_q, cu_k, most_q, most_k, causal=True)
+    assert torch.equal(out, expected)
+    wrong: Any = 3.7
+    with pytest.raises(warpwave.InvalidType, match="max_seqlen_q"):
+        flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, wrong, 7)
+    with pytest.raises(warpwave.InvalidType, match="num_splits"):
+        flash_attn_4.flash_attn_varlen_func(q[None], k[None], v[None], num_splits=wrong)
+
+
 def test_dense_sequences_of_version_4_have_gradients() -> None:
     q, k, v = (t.requires_grad_() for t in qkv((5, 7)))
     out, _ = flash_attn_4.flash_attn_varlen_func(q, k, v, causal=True)

@@ -95,6 +95,12 @@ def test_lazily_negated_tensors_and_strided_offsets_are_straightened(monkeypatch
         assert ours is wanted or torch.equal(ours, wanted), name
 
 
+def test_no_tokens_have_factors_of_1() -> None:
+    source = Source(numbers(2, 0, 3, 48).half(), torch.int8, "head", None, False, 1.0, None, 0)
+    out, factor = by_triton(source, None)(source.x, None, None, None)
+    assert out.shape == (2, 0, 3, 48) and torch.equal(factor, torch.ones(2, 3, device=DEVICE))
+
+
 @pytest.mark.parametrize("way", [by_torch, by_triton])
 def test_a_layout_is_planned_once_for_any_numbers(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan keeps no tensor, and accepts nothing that the first call would not."""

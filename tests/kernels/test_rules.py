@@ -27,7 +27,7 @@ from warpwave.kernels.large_head_dim import choice as large_head_dim_choice
 from warpwave.kernels.rules import Rule, by_width, chooser, notes
 from warpwave.kernels.split_kv import choice as split_kv_choice
 from warpwave.kernels.three_kernel import choice as three_kernel_choice
-from warpwave.problem import AttentionProblem
+from warpwave.problem import AttentionProblem, Causal
 
 ROOT = Path(__file__).parents[2]
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
@@ -96,6 +96,13 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             plain: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
             problem = replace(problem, bias_shape=None, bias_dtype=None, head_dim=rng.choice((136, 160, 192)), **plain)
             problem = replace(problem, head_dim_v=rng.choice((128, problem.head_dim)))
+        if module is hopper_flash_fwd and i % 13 == 0 and not problem.page_size and not problem.packed:
+            # A causal mask alone over as many keys as queries, which no drawn call has.
+            keys, heads = random.Random(i).choice(((512, 32), (1536, 8)))
+            alone: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
+            problem = replace(problem, bias_shape=None, bias_dtype=None, seqlen_q=keys, seqlen_k=keys, batch=1, **alone)
+            problem = replace(problem, causal=Causal(), num_heads_q=heads, num_heads_kv=heads)
+            problem = replace(problem, head_dim=128, head_dim_v=128)
         if getattr(module, "QUANTIZED", False) and rng.random() < 0.2:
             blocks = rng.choice(((0, 0, 0), (128, 64, 64), (128, 128, 128)))
             problem = replace(

@@ -22,7 +22,7 @@ from warpwave.api import attention, attention_varlen, attention_with_kv_cache
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations import caches
 from warpwave.kv_cache import CacheLayer, Rotary
-from warpwave.options import as_bool, as_float, as_int
+from warpwave.options import as_float, as_int
 
 __all__ = [
     "flash_attn_func",
@@ -50,16 +50,19 @@ def options(
     sinks: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Returns these arguments in the form of warpwave's calls."""
-    sides = window_size if isinstance(window_size, (tuple, list)) else ()
-    if len(sides) != 2:
-        raise InvalidType(f"window_size is {window_size!r}; it must be (left, right)")
-    left, right = (-1 if side is None else max(-1, as_int("a side of window_size", side)) for side in sides)
+    try:
+        left, right = (-1 if side is None else max(-1, as_int("a side of window_size", side)) for side in window_size)
+    except (TypeError, ValueError):
+        raise InvalidType(f"window_size is {window_size!r}; it must be (left, right)") from None
+    asked: Any = causal
+    if not (asked is None or isinstance(asked, int | torch.Tensor) or type(asked).__name__ == "bool"):
+        raise InvalidType(f"causal is {causal!r}; it must be True or False")  # NumPy's class is named bool, too
     cap = 0.0 if softcap is None else as_float("softcap", softcap)
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         raise InvalidType(f"the sinks are a {type(sinks).__name__}; they must be a torch.Tensor")
     return {
         "softmax_scale": softmax_scale,
-        "causal": as_bool("causal", causal),
+        "causal": bool(causal),
         "window_size": (left, right),
         "softcap": 0.0 if cap < 0 else cap,
         "alibi_slopes": alibi_slopes,
@@ -83,6 +86,14 @@ def for_training(deterministic: bool, dropout_p: float = 0.0, returns_probabilit
             "warpwave.attention(..., dropout_p=, return_lse=True) for the log-sum-exp",
         )  # fmt: skip
     return {"dropout_p": dropout_p, "deterministic": True if deterministic else None}
+
+
+def host_int(name: str, value: Any) -> int:
+    """Returns an integer, which may be a tensor of one, as an int. A tensor on a GPU makes the host wait."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.dtype.is_floating_point:
+        return int(value)
+    number: int = as_int(name, value)
+    return number
 
 
 def refuse(function: str, **given: Any) -> None:
@@ -110,7 +121,7 @@ def packed(
 ) -> Any:
     """Computes a packed call, on a paged cache if there is a table. With seqused_k or a table it has neither gradients
     nor dropout."""
-    longest = (as_int("max_seqlen_q", longest[0]), as_int("max_seqlen_k", longest[1]))
+    longest = (host_int("max_seqlen_q", longest[0]), host_int("max_seqlen_k", longest[1]))
     if seqused_k is None and table is None:
         return attention_varlen(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0],

@@ -18,6 +18,7 @@ from warpwave.integrations.flash_attn import (
     UNLIMITED,
     Window,
     for_training,
+    host_int,
     options,
     packed,
     refuse,
@@ -198,8 +199,8 @@ def flash_attn_with_kvcache(
             f"{function}: cu_seqlens_k_new is another tensor than cu_seqlens_q; the new tokens must be those of the "
             "queries", {}, "the same tensor for both",
         )  # fmt: skip
-    if cu_seqlens_q is not None and max_seqlen_q is None:
-        max_seqlen_q = len(q)
+    if cu_seqlens_q is not None:
+        max_seqlen_q = len(q) if max_seqlen_q is None else host_int("max_seqlen_q", max_seqlen_q)
     return with_kvcache(
         function, q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
         cache_batch_idx, cache_leftpad, page_table, options(softmax_scale, causal, window_size, softcap),

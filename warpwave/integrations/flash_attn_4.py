@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from warpwave.api import attention
-from warpwave.integrations.flash_attn import Window, for_training, options, packed, refuse, with_kvcache
+from warpwave.integrations.flash_attn import Window, for_training, host_int, options, packed, refuse, with_kvcache
+from warpwave.options import as_int
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -130,12 +131,12 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None:
         refuse(f"{function} without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k)
     training = for_training(deterministic)
-    splits = num_splits if (num_splits or 0) > 1 else None
-    if cu_seqlens_q is seqused_k is page_table is None:
+    splits = None if num_splits is None or as_int("num_splits", num_splits) <= 1 else num_splits
+    if cu_seqlens_q is None and seqused_k is None and page_table is None:
         found = attention(q, k, v, return_lse=return_lse, **said, **training)
     elif cu_seqlens_q is None or (cu_seqlens_k is None and page_table is None):
-        if cu_seqlens_q is not None and max_seqlen_q is None:
-            max_seqlen_q = len(q)
+        if cu_seqlens_q is not None:
+            max_seqlen_q = len(q) if max_seqlen_q is None else host_int("max_seqlen_q", max_seqlen_q)
         found = with_kvcache(
             function, q, k, v, None, None, (None, None, False), seqused_k, None, None, page_table, said,
             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,

@@ -163,7 +163,8 @@ class PagedKVCache:
 
         with torch.inference_mode(False):  # tensors that were copied or read in that mode can be changed only there
             self._tables = changeable(self._tables)
-            self._pools = [(*map(changeable, pool),) for pool in self._pools]
+            for i, pool in enumerate(self._pools):  # one after another, so that little memory is in use twice
+                self._pools[i] = (*map(changeable, pool),)
         self._make_views()
 
     # Properties ------------------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from warpwave.problem import AttentionProblem, CachedOperands
 def check_cache_contents(
     problem: AttentionProblem, operands: CachedOperands, present_table: torch.Tensor, num_new: int = 0
 ) -> None:
-    """Reads a cache's tables and factors and refuses contents that would be read incorrectly. Factors of the queries'
-    own tokens are not read, because these tokens may not be written yet.
+    """Reads a cache's tables and factors and refuses contents that would be read incorrectly. Factors of new tokens, or
+    of the queries' own tokens if none are known, are not read, because these tokens may not be written yet.
 
     Args:
         operands: with the page table and the lengths that the call will see.
         present_table: the page table before the call. A page that the call will copy has its contents there.
-        num_new: the tokens that the call writes for each sequence, if they are not packed.
+        num_new: the tokens that the call writes for each sequence; 0 if it writes none, or packed ones.
 
     Raises:
         InvalidInput: naming the first index that is wrong.
@@ -44,6 +44,8 @@ def check_cache_contents(
                 f"seqused_k[{row}] is {used[row]}; a row of the page table holds {table.shape[1]} pages of {page_size},"
                 f" {capacity} tokens"
             )
+        if used[row] < num_new:
+            raise InvalidInput(f"seqused_k[{row}] is {used[row]}, less than the {num_new} new tokens that it includes")
         if used[row] > problem.seqlen_k:
             raise InvalidInput(f"seqused_k[{row}] is {used[row]}, more than max_seqlen_k = {problem.seqlen_k}")
         low, high = problem.band(seqlen_q, used[row])
@@ -53,7 +55,7 @@ def check_cache_contents(
             if not 0 <= pages[row][i] < num_pages:
                 raise InvalidInput(f"page_table[{row}, {i}] is {pages[row][i]}; the cache has {num_pages} pages")
         if problem.kv_factors == "token":
-            written = used[row] - max(seqlen_q, num_new)
+            written = used[row] - (num_new or seqlen_q)
             positions = torch.arange(first, max(first, min(last, written)), device=table.device)
             cells.append((present_table[row, positions // page_size].long(), positions % page_size))
     cache_descales.check_contents(operands, cells)

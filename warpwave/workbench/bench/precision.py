@@ -181,7 +181,7 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     for way in ways:
         members.setdefault(", ".join(way.split(", ")[:2]), []).append(way)
     styles = {
-        way: {"color": f"C{color}", "marker": "os^Dv"[shape]}
+        way: {"color": f"C{color}", "marker": "os^Dv<>P*X"[shape]}
         for color, group in enumerate(members.values())
         for shape, way in enumerate(group)
     }

@@ -187,10 +187,10 @@ class Call:
 
     @property
     def is_triangle(self) -> bool:
-        """Returns whether a causal mask without a window hides more keys from the first queries than from the last
-        ones: the longest blocks take far longer than the mean. A chunk's blocks are nearly equal."""
+        """Returns whether a causal mask alone hides keys, of as many keys as queries, in 16 bits: the longest blocks
+        take twice as long as the mean. With more keys than queries, blocks are more alike."""
         p = self.problem
-        return p.causal is not None and p.window_size[0] == -1 and not self.is_chunk
+        return p.causal is not None and self.is_bare and p.seqlen_q == p.seqlen_k and not p.is_quantized
 
     @property
     def pads_values(self) -> bool:
@@ -288,18 +288,18 @@ RULES: tuple[Rule[Config], ...] = (
         FEW_TILES,
     ),
     Rule(
-        "head_dim 65 to 256, dense, a causal mask alone, at least 640 keys a query, no chunk, at most two blocks of 64 "
-        "queries an SM",
-        lambda c: 64 < c.width <= 256 and c.is_bare and c.is_triangle and c.reach >= 640 and c.rows_per_sm(64) <= 128,
+        "head_dim 65 to 256, dense, a causal mask alone, as many keys as queries and at least 640, at most two blocks "
+        "of 64 queries an SM",
+        lambda c: 64 < c.width <= 256 and c.is_triangle and c.reach >= 640 and c.rows_per_sm(64) <= 128,
         (Config(64, 64, 3), Config(64, 64, 2)),
         "in one wave of blocks of 128 queries, the longest sets the time; an SM now runs a long and then a short one: "
         "1.06 to 1.31 times as fast in 12 calls above head_dim 128 on an H200, 0.98 to 1.19 in 15 up to 128",
         ONE_WAVE,
     ),
     Rule(
-        "head_dim 65 to 128, dense, a causal mask alone, at most 768 keys a query, no chunk, at most five blocks of 64 "
-        "queries an SM",
-        lambda c: 64 < c.width <= 128 and c.is_bare and c.is_triangle and c.reach <= 768 and c.rows_per_sm(64) <= 320,
+        "head_dim 65 to 128, dense, a causal mask alone, as many keys as queries and at most 768, at most five blocks "
+        "of 64 queries an SM",
+        lambda c: 64 < c.width <= 128 and c.is_triangle and c.reach <= 768 and c.rows_per_sm(64) <= 320,
         (Config(64, 64, 2, 2),),
         "0.98 to 1.36 times as fast as the former 128 x 128 or 192 x 64 in 24 calls on an H200, 1.13 in the geometric "
         "mean; 0.96 to 1.20 times as fast as 128 x 128, 1.06 in the mean; 0.88 to 0.95 with more blocks",
