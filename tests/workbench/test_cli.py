@@ -86,6 +86,18 @@ def test_explain_json_is_the_same_in_data(monkeypatch: pytest.MonkeyPatch, capsy
     assert explanation["flops"] == 2 * 8 * 100 * 16 * 2 * 128  # 16 keys a query, two products of width 64
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_named_kernel_that_cannot_run_the_call_gives_exit_code_2_with_its_reasons(
+    form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["explain", "--kernel", "hopper/flash_fwd", "--head-dim", "512", "--gpu", "h100", *form]
+    code, out, err = here(monkeypatch, capsys, *command)
+    assert code == 2 and "'hopper/flash_fwd' cannot run this call" in err and "head_dim is 512" in err
+    assert "large_head_dim" in out  # the explanation names the kernels that can
+    if form:
+        assert json.loads(out)["kernel"] is None
+
+
 def test_explain_has_bounds_for_a_card_that_is_not_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,7 +187,7 @@ def explain(
 
     Shapes and options describe the call; nothing is run. The output has the lower bounds by the card's data sheet and
     by the ceilings that `roof` measured, the predicted time and its losses, the memory, and the reason why each other
-    kernel does not serve the call.
+    kernel does not serve the call. Exit code 2 if the kernel of --kernel cannot run the call.
     """
     if from_table is not None:
         _diagnose(context, from_table, as_json)
