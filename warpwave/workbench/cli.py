@@ -18,7 +18,7 @@ import typer
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.workbench.call_options import describes_a_call
-from warpwave.workbench.entry import is_of_the_extra, what_to_install
+from warpwave.workbench.entry import is_required, what_to_install
 from warpwave.workbench.terminal import OutputLost, complain, discard_output, prepare_streams, say
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def main() -> None:
         complain(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        if not is_of_the_extra(error):
+        if not is_required(error):
             raise
         complain(what_to_install(error))
         sys.exit(2)
