@@ -99,3 +99,12 @@ def test_the_command_names_the_extra_that_it_lacks(arguments: list[str]) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "typer" in done.stderr and "warpwave[workbench]" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["explain", "--gpu", "h100"], ["report"], ["bench"], ["verify"]])
+def test_the_command_names_torch_if_it_is_missing(arguments: list[str]) -> None:
+    code = f"import sys; sys.modules['torch'] = None; sys.argv[1:] = {arguments}\n"
+    code += "import runpy; runpy.run_module('warpwave', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "torch" in done.stderr and "warpwave[workbench]" in done.stderr

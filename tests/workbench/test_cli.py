@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from warpwave.workbench import cli
+from warpwave.workbench.report import shipped
 
 
 def warpwave(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -84,6 +85,28 @@ def test_explain_json_is_the_same_in_data(monkeypatch: pytest.MonkeyPatch, capsy
     assert explanation["kernel"].endswith("flash_fwd")
     assert explanation["problem"]["num_heads_kv"] == 2
     assert explanation["flops"] == 2 * 8 * 100 * 16 * 2 * 128  # 16 keys a query, two products of width 64
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_named_kernel_that_cannot_run_the_call_gives_exit_code_2_with_its_reasons(
+    form: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["explain", "--kernel", "hopper/flash_fwd", "--head-dim", "512", "--gpu", "h100", *form]
+    code, out, err = here(monkeypatch, capsys, *command)
+    assert code == 2 and "'hopper/flash_fwd' cannot run this call" in err and "head_dim is 512" in err
+    assert "large_head_dim" in out  # the explanation names the kernels that can
+    if form:
+        assert json.loads(out)["kernel"] is None
+
+
+def test_a_record_of_another_card_is_refused_with_its_card(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = next(str(path) for path in shipped.paths() if "forward" in path.name)
+    command = ["explain", "--batch", "16", "--seqlen-q", "1024", "--record", record]
+    code, out, err = here(monkeypatch, capsys, *command, "--gpu", "h100")
+    assert code == 2 and out == "" and "this call on NVIDIA H200 and not on NVIDIA H100" in err
+    assert here(monkeypatch, capsys, *command, "--gpu", "h200")[0] == 0
 
 
 def test_explain_has_bounds_for_a_card_that_is_not_here(

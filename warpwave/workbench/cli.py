@@ -18,7 +18,7 @@ import typer
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.workbench.call_options import describes_a_call
-from warpwave.workbench.entry import is_of_the_extra, what_to_install
+from warpwave.workbench.entry import is_required, what_to_install
 from warpwave.workbench.terminal import OutputLost, complain, discard_output, prepare_streams, say
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def main() -> None:
         complain(error)
         sys.exit(2)
     except ModuleNotFoundError as error:
-        if not is_of_the_extra(error):
+        if not is_required(error):
             raise
         complain(what_to_install(error))
         sys.exit(2)
@@ -187,7 +187,7 @@ def explain(
 
     Shapes and options describe the call; nothing is run. The output has the lower bounds by the card's data sheet and
     by the ceilings that `roof` measured, the predicted time and its losses, the memory, and the reason why each other
-    kernel does not serve the call.
+    kernel does not serve the call. Exit code 2 if the kernel of --kernel cannot run the call.
     """
     if from_table is not None:
         _diagnose(context, from_table, as_json)

@@ -1,7 +1,8 @@
-"""The entry point of the command `warpwave`. It also runs where the packages of the extra `workbench` are missing.
+"""The entry point of the command `warpwave`. It also runs where torch or the packages of the extra `workbench` are
+missing, and names the missing package.
 
-The library and `warpwave.explain` need none of these packages. The command needs typer, its tables need rich, and the
-report needs jinja2.
+The library and `warpwave.explain` need none of the extra's packages. The command needs typer, its tables need rich, and
+the report needs jinja2. `doctor` runs without torch.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from typing import NoReturn
 
 from warpwave.workbench.terminal import complain
 
-EXTRA = ("jinja2", "numpy", "rich", "typer")
+REQUIRED = ("jinja2", "numpy", "rich", "torch", "typer")
 INSTALL = "pip install 'warpwave[workbench]'"
 
 
 def command() -> NoReturn:
-    """Runs the command with the arguments of `sys.argv`; exit code 2 if a package of the extra is missing."""
+    """Runs the command with the arguments of `sys.argv`; exit code 2 if a required package is missing."""
     try:
         from warpwave.workbench.cli import command as run
     except ModuleNotFoundError as error:
-        if not is_of_the_extra(error):
+        if not is_required(error):
             raise
         complain(what_to_install(error))
         sys.exit(2)
     run()
 
 
-def is_of_the_extra(error: ModuleNotFoundError) -> bool:
-    """Returns whether the missing module belongs to the extra `workbench`."""
-    return (error.name or "").split(".")[0] in EXTRA
+def is_required(error: ModuleNotFoundError) -> bool:
+    """Returns whether the missing module is torch or belongs to the extra `workbench`."""
+    return (error.name or "").split(".")[0] in REQUIRED
 
 
 def what_to_install(error: ModuleNotFoundError) -> str:

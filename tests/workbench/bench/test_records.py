@@ -224,3 +224,22 @@ def test_who_may_have_a_time_beside_a_result_that_is_wrong() -> None:
     assert yardstick.tflops is None and yardstick.bandwidth_gbps is None and not yardstick.is_peer
     with pytest.raises(ValueError, match="no time is recorded"):
         replace(MEASUREMENT, contender="peer", verdict=None)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"data": "normal", "way": "bfloat16", "rms": 6e-05}, "data, way, rms"),
+        ({"kind": "environment", "date": "2026-11-23", "code": {}}, "kind, date, code"),
+        (dict.fromkeys("abcdefg", 1), "a, b, c, d, e, ..."),
+        ({"\x1b[2J": 1}, "\\x1b[2J"),
+        ({}, "none"),
+    ],
+)
+def test_rows_of_another_kind_are_named_by_their_keys(tmp_path: Path, row: dict[str, object], keys: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RecordError) as refused:
+        read_records(path)
+    said = str(refused.value)
+    assert said.startswith(f"{path}:1: ") and "bench SUITE" in said and said.endswith(f"its keys are {keys}")

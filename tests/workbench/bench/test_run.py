@@ -230,6 +230,7 @@ def test_part_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
         ({"out": Path("."), "resume": True}, ". is a directory; name a file in it"),
         ({"kernels": ("flash",)}, "unknown kernel flash; known are auto, "),
         ({"peers": ("fa5",)}, "unknown peer fa5; known are sdpa_default, "),
+        ({"peers": ("none", "sdpa_math")}, "--peer none excludes every peer; give it alone, or only sdpa_math"),
         ({"modes": ("fast",)}, "unknown mode fast; known are auto, eager, graph, streams"),
         ({"modes": ("graph",)}, "mode graph needs a GPU; on a CPU there are auto and eager"),
         ({"only": "d999"}, "no case of quick has 'd999' in its name; the first is 'd64 2x128 h4 fp32'"),

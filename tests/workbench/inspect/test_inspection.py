@@ -41,6 +41,26 @@ FINDING = Finding(
 )
 
 
+class _CompilerError(Exception):
+    """Like Triton's: the text is an excerpt of the source, followed by the message if there is one."""
+
+    def __init__(self, message: str | None) -> None:
+        super().__init__(f"at 165:21:\n    scores = product(q, k)\n             ^\n{message or ''}")
+        self.error_message = message
+
+
+def test_the_reason_of_a_compiler_error_is_that_of_the_innermost_function() -> None:
+    assert inspection.reason_of(_CompilerError("numel exceeds \x1b")) == "numel exceeds \\x1b"
+    assert inspection.reason_of(ValueError("one\ntwo")) == "one" and inspection.reason_of(ValueError()) == ""
+    try:
+        try:
+            raise _CompilerError("numel exceeds")
+        except _CompilerError as inner:
+            raise _CompilerError(None) from inner
+    except _CompilerError as outer:
+        assert inspection.reason_of(outer) == "numel exceeds"
+
+
 # Groups ---------------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +112,8 @@ def test_a_config_is_read(text: str, expected: flash_fwd.Config) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("128x64", "has 2 values and this kernel's has 4; its fields are block_m, block_n, num_warps, num_stages"),
+        ("128x64", "has 2 values.* has 4 to 5; its fields are block_m, block_n, num_warps, num_stages, split_ahead"),
+        ("1x2x3x4x5x6", "has 6 values.* has 4 to 5"),
         ("block=64", "did you mean block_"),
         ("zzz=64", "its fields are"),
         ("num_stages=two", "'two' is not a whole number"),

@@ -33,10 +33,12 @@ from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.input_files import Unreadable, parse_json, read_text
 from warpwave.workbench.output_files import CannotWrite, Kind, check_output
 from warpwave.workbench.schema import Mismatch, Table, check, quoted
+from warpwave.workbench.terminal import printable
 
 SCHEMA_VERSION = 2
 OURS = "warpwave "  # prefix of the names of our own contenders
 YARDSTICK = "yardstick "  # prefix of references that are not attention
+SHOWN_KEYS = 5  # of data of another kind, in a message
 LONGEST_LINE = 1 << 20  # per environment; usual are 2 KB
 
 
@@ -275,6 +277,12 @@ def read_records(path: Path) -> Records:
 
 def _read_line(line: str, records: Records) -> None:
     record = parse_json(line)
+    if isinstance(record, dict) and "schema_version" not in record:
+        shown = ", ".join(map(printable, list(record)[:SHOWN_KEYS])) or "none"
+        raise Mismatch(
+            f"this line is no record of `warpwave bench SUITE` but data of another kind; its keys are {shown}"
+            + (", ..." if len(record) > SHOWN_KEYS else "")
+        )
     if isinstance(record, dict) and (version := record.get("schema_version", "")) not in ("", *READABLE_VERSIONS):
         known = " and ".join(map(str, READABLE_VERSIONS))
         raise Mismatch(f"schema_version is {quoted(version)}; this version reads {known}")

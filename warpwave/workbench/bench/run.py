@@ -312,6 +312,9 @@ def _peers(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(PEERS)
     if set(names) == {"none"}:
         return ()
+    if "none" in names:
+        others = dict.fromkeys(name for name in names if name != "none")
+        raise UsageError(f"--peer none excludes every peer; give it alone, or only {', '.join(others)}")
     if unknown := [name for name in names if name not in PEERS]:
         raise UsageError(f"unknown peer {', '.join(unknown)}; known are {', '.join(PEERS)}, or none")
     return tuple(dict.fromkeys(names))

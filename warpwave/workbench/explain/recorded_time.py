@@ -41,7 +41,7 @@ def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
 
     Raises:
         InvalidInput: the file is no record, or holds no time of ours of this call on this card; the message says which
-            calls it has.
+            calls or cards it has.
     """
     try:
         records = read_records(path)
@@ -49,19 +49,19 @@ def find(path: Path, problem: AttentionProblem, gpu: Gpu, kernel: str = "auto") 
         raise InvalidInput(str(error)) from None
     wanted = _shape(problem)
     ours = [(e, m) for e, m in records.measurements if m.is_ours and m.timing is not None and m.kernel and m.config]
-    here = [
-        m
+    alike = [
+        (_card(records.environments[environment]), m)
         for environment, m in ours
-        if _shape(m.problem) == wanted
-        and kernel in ("auto", m.kernel)
-        and _card(records.environments[environment]) in ("", gpu.name)
+        if _shape(m.problem) == wanted and kernel in ("auto", m.kernel)
     ]
+    here = [m for card, m in alike if card in ("", gpu.name)]
+    if alike and not here:
+        cards = ", ".join(dict.fromkeys(card for card, _ in alike))
+        raise InvalidInput(f"{path} has this call on {cards} and not on {gpu.name}; name the card of the record")
     if not here:
         cases = list(dict.fromkeys(m.case for _, m in ours))
         more = f", and {len(cases) - 5} more" if len(cases) > 5 else ""
-        raise InvalidInput(
-            f"{path} has no time of ours of this call on {gpu.name}; it has {', '.join(cases[:5]) or 'none'}{more}"
-        )
+        raise InvalidInput(f"{path} has no time of ours of this call; it has {', '.join(cases[:5]) or 'none'}{more}")
     found = here[-1]
     assert found.timing is not None and found.config is not None
     module = next((k for k in dispatch.KERNELS if found.kernel == k.NAME), None)

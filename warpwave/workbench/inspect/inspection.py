@@ -259,8 +259,7 @@ def _inspect_one(
     except CannotCompile:
         raise
     except Exception as error:  # the compiler raises many types; one failing config must not end the inspection
-        lines = str(error).strip().splitlines() or [""]
-        return [replace(nothing, error=f"{type(error).__name__}: {printable(lines[0])}")]
+        return [replace(nothing, error=f"{type(error).__name__}: {reason_of(error)}")]
     findings = []
     for facts, texts in launches:
         fitting = occupancy(
@@ -276,6 +275,18 @@ def _inspect_one(
             for stage, text in texts.items():
                 write_output(save / f"{name}.{stage}", text, Kind(f"{stage} of the same text", _holds(text)))
     return findings
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the first line of the error that caused an error of the compiler, with control characters escaped.
+
+    Triton raises one error for each function that is being compiled. Their texts begin with source code, and the
+    innermost one has the reason.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(getattr(error, "error_message", None) or error).strip().splitlines() or [""]
+    return printable(lines[0])
 
 
 def _holds(text: str) -> Callable[[Path], bool]:
@@ -331,7 +342,9 @@ def parse_config(text: str, default: Any) -> Any:
         while needed and hasattr(type(default), names[needed - 1]):  # it has a default
             needed -= 1
         if not needed <= len(values) <= len(names):
-            raise InvalidInput(f"config {text!r} has {len(values)} values and this kernel's has {needed}{known}")
+            allowed = f"{needed}" if needed == len(names) else f"{needed} to {len(names)}"
+            count = f"{len(values)} value{'s' * (len(values) != 1)}"
+            raise InvalidInput(f"config {text!r} has {count}; this kernel's has {allowed}{known}")
         left_out = {name: str(int(getattr(type(default), name))) for name in names[needed:]}
         given = left_out | dict(zip(names, values, strict=False))
     try:
