@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.workbench.report.samples import CPU, measurement, source
+from warpwave.workbench import report as report_package
 from warpwave.workbench.model.losses import REMEDIES
 from warpwave.workbench.report import shipped
 from warpwave.workbench.report.content import report, section
@@ -40,3 +44,11 @@ def test_page_and_markdown_tell_where_the_time_went() -> None:
 def test_a_cpu_record_has_none() -> None:
     machine = machines([source([measurement("warpwave auto", 100.0)], CPU)])[0]
     assert not section(machine).falls
+
+
+def test_every_loss_has_a_color_of_its_own() -> None:
+    style = (Path(report_package.__file__).parent / "style.css").read_text()
+    colors = re.findall(r"\.falls \.f(\d+) \{ background: (#\w+); \}", style)
+    assert [int(number) for number, _ in colors] == list(range(len(NAMES)))
+    assert len({color for _, color in colors}) == len(colors)
+    assert f".falls .f{len(NAMES) - 1} {{ opacity" in style, "the remainder, which no model explains, is paler"
