@@ -133,7 +133,9 @@ WRONG_VALUE: list[Row] = [
     ("a kernel that reads no cache", lambda: call(kernel="flash_fwd"), ["flash_fwd", "split_kv", "eager"]),
     ("a layer of many", lambda: call(cache=new_cache(num_layers=2)), ["2 layers", "cache.layers[i]"]),
     ("new keys without values", lambda: call(k_new=ones(2, 3, 2, 16)), ["k_new", "v_new", "None"]),
-    ("new keys of other tokens", lambda: call(k_new=ones(2, 1, 2, 16), v_new=ones(2, 1, 2, 16)), ["same tokens"]),
+    ("new keys of another batch", lambda: call(k_new=ones(3, 1, 2, 16), v_new=ones(3, 1, 2, 16)), ["same batch"]),
+    ("rotated new keys of other tokens", lambda: call(
+        k_new=ones(2, 1, 2, 16), v_new=ones(2, 1, 2, 16), rotary=Rotary.of(16, 99, device=DEVICE)), ["same tokens"]),
     ("a row without a sequence", lambda: call(
         cache=new_cache(max_batch=9), rows=[0, 7], k_new=ones(2, 3, 2, 16), v_new=ones(2, 3, 2, 16)), ["row 7"]),
     ("angles wider than the head", lambda: call(rotary=Rotary.of(32, 9, device=DEVICE)), ["rotary.cos", "= 16"]),

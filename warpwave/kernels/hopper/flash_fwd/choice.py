@@ -78,6 +78,7 @@ class _Facts(NamedTuple):
         is_unmasked: whether values are in 16 bits and the call has no mask or bias.
         is_plain: whether the call is also dense.
         is_bare: whether scores also need no more work than a causal mask.
+        is_causal_alone: whether they need that, and operands have 16 bits.
     """
 
     width: int
@@ -88,6 +89,7 @@ class _Facts(NamedTuple):
     is_unmasked: bool
     is_plain: bool
     is_bare: bool
+    is_causal_alone: bool
 
 
 @by_kind
@@ -104,6 +106,7 @@ def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
         is_unmasked=is_unmasked,
         is_plain=is_plain,
         is_bare=is_bare,
+        is_causal_alone=is_bare and problem.causal is not None and not problem.is_quantized,
     )
 
 
@@ -123,8 +126,11 @@ class Call:
         self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
         (
             self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_plain,
-            self.is_bare,
+            self.is_bare, is_causal_alone,
         ) = _facts(problem, gpu)  # fmt: skip
+        # With a causal mask alone, the longest blocks take twice as long as the mean. With more keys than queries,
+        # blocks are more alike.
+        self.is_triangle = is_causal_alone and problem.seqlen_q == problem.seqlen_k
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the rows that the busiest SM processes if all blocks take equally long."""
@@ -184,13 +190,6 @@ class Call:
         p = self.problem
         hides_few = p.window_size == (-1, -1) and (p.causal is None or p.causal.alignment == "bottom_right")
         return self.is_unmasked and hides_few and 2 * p.seqlen_q < p.seqlen_k
-
-    @property
-    def is_triangle(self) -> bool:
-        """Returns whether a causal mask alone hides keys, of as many keys as queries, in 16 bits: the longest blocks
-        take twice as long as the mean. With more keys than queries, blocks are more alike."""
-        p = self.problem
-        return p.causal is not None and self.is_bare and p.seqlen_q == p.seqlen_k and not p.is_quantized
 
     @property
     def pads_values(self) -> bool:
@@ -290,7 +289,7 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim 65 to 256, dense, a causal mask alone, as many keys as queries and at least 640, at most two blocks "
         "of 64 queries an SM",
-        lambda c: 64 < c.width <= 256 and c.is_triangle and c.reach >= 640 and c.rows_per_sm(64) <= 128,
+        lambda c: 64 < c.width <= 256 and c.is_triangle and c.problem.seqlen_k >= 640 and c.rows_per_sm(64) <= 128,
         (Config(64, 64, 3), Config(64, 64, 2)),
         "in one wave of blocks of 128 queries, the longest sets the time; an SM now runs a long and then a short one: "
         "1.06 to 1.31 times as fast in 12 calls above head_dim 128 on an H200, 0.98 to 1.19 in 15 up to 128",
@@ -299,7 +298,7 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim 65 to 128, dense, a causal mask alone, as many keys as queries and at most 768, at most five blocks "
         "of 64 queries an SM",
-        lambda c: 64 < c.width <= 128 and c.is_triangle and c.reach <= 768 and c.rows_per_sm(64) <= 320,
+        lambda c: 64 < c.width <= 128 and c.is_triangle and c.problem.seqlen_k <= 768 and c.rows_per_sm(64) <= 320,
         (Config(64, 64, 2, 2),),
         "0.98 to 1.36 times as fast as the former 128 x 128 or 192 x 64 in 24 calls on an H200, 1.13 in the geometric "
         "mean; 0.96 to 1.20 times as fast as 128 x 128, 1.06 in the mean; 0.88 to 0.95 with more blocks",
