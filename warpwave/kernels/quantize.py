@@ -172,11 +172,12 @@ class Plan:
     """The run of calls of one layout: their tensors are neither checked nor described again.
 
     Args:
-        tensors: q, k, v and contiguous offsets, of which only the layout is kept; so with `mean` and `saturated`.
+        tensors: q, k, v and contiguous offsets. Of tensors, only the layout is kept.
         dtypes: of the results.
         mean: of the keys, not rotated; None without smoothing.
         longest: max_seqlen_q and max_seqlen_k.
-        others: as `quantize` takes them.
+        granularity, rotate, percentile: as `quantize` takes them.
+        saturated: the counts of q, k and v, as in `Quantized`.
     """
 
     def __init__(
