@@ -353,12 +353,30 @@ def refusing_gradients(
 
 
 def choose(
-    problem: AttentionProblem, gpu: Gpu, serving: Serving, kernel: str = "auto", config: Any = None
+    problem: AttentionProblem,
+    gpu: Gpu,
+    serving: Serving,
+    kernel: str = "auto",
+    config: Any = None,
+    operands: CachedOperands | None = None,
 ) -> dispatch.Choice:
-    """Returns the kernel and config of a call on a cache, with the requested number of splits."""
+    """Returns the kernel and config of a call on a cache, with the requested number of splits. `split_kv` computes the
+    calls of `hopper/flash_fwd` that ask for splits or share a prefix, or whose pools it cannot read.
+
+    Args:
+        operands: the tensors, None if they are not known yet.
+    """
     if serving.num_splits is not None and config is not None:
         raise InvalidInput("num_splits was given with a config, which has its own num_splits")
     choice = dispatch.choose(problem, gpu, kernel, config)
+    if choice.kernel is dispatch.hopper_flash_fwd:
+        refused = choice.kernel.refuses(operands) if operands is not None else []
+        if kernel == "auto" and (refused or serving.num_splits is not None or serving.shared_prefix):
+            choice = dispatch.choose(problem, gpu, split_kv.NAME)
+        elif refused:
+            raise UnsupportedProblem(
+                f"kernel {kernel!r} cannot read this cache", {kernel: refused}, f"kernel={split_kv.NAME!r}"
+            )
     if choice.kernel.NAME == split_kv.NAME and problem.batch_invariant and not choice.config.pieces:
         raise InvalidInput("batch_invariant=True needs a config with pieces: equal splits depend on the batch")
     if serving.num_splits is not None and hasattr(choice.config, "num_splits"):
@@ -381,13 +399,13 @@ class Planner(plans.Planner):
         """Checks a call in full and returns the problem it describes."""
         return describe_cached_call(operands, options, self.serving.batch_invariant)
 
-    def choose(self, problem: AttentionProblem) -> dispatch.Choice:
+    def choose(self, problem: AttentionProblem, operands: CachedOperands) -> dispatch.Choice:
         """Returns the kernel and the config.
 
         Raises:
             UnsupportedProblem: the shared prefix cannot be read once.
         """
-        choice = choose(problem, self.gpu, self.serving, self.kernel, self.config)
+        choice = choose(problem, self.gpu, self.serving, self.kernel, self.config, operands)
         prefix = self.serving.shared_prefix
         if prefix and (reasons := prefix_refusals(problem, prefix)):
             raise UnsupportedProblem(

@@ -18,6 +18,7 @@ A kernel is a module or package of `warpwave.kernels`, imported at its first use
     bind(problem, operands, config, out=None)  -> run(operands, out=None) -> (out, lse or None). Bound with a caller's
                                                out, it stores to the out of each call; that one is contiguous and
                                                begins at a multiple of 16 bytes unless
+    refuses(operands) -> list[str]             optional: why it cannot read the pools of these operands of a cache
     STRIDED_OUT                                optional: True if out may have any address and any strides, the last 1
     Binder(gpu)                                optional: `bind` for calls that differ only in lengths and in strides of
                                                batches and heads; keeps what does not depend on these
@@ -81,7 +82,7 @@ OWN_GRADIENTS: dict[str, tuple[Any, ...]] = {
 # What eager's gradients cost: NAME, GRADIENTS, why_not, configs, default and cost as above.
 eager_backward = Family("eager backward", "eager_backward_cost")
 # The kernels that read a paged cache.
-CACHE_KERNELS: tuple[Any, ...] = (split_kv, large_head_dim, eager)
+CACHE_KERNELS: tuple[Any, ...] = (hopper_flash_fwd, split_kv, large_head_dim, eager)
 
 
 def kernels_for(problem: AttentionProblem) -> tuple[Any, ...]:

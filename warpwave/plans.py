@@ -283,7 +283,7 @@ class Planner:
         """Checks a call in full and returns the problem it describes."""
         return describe_call(operands, options)
 
-    def choose(self, problem: AttentionProblem) -> dispatch.Choice:
+    def choose(self, problem: AttentionProblem, operands: Any) -> dispatch.Choice:
         """Returns the kernel and the config."""
         return dispatch.choose(problem, self.gpu, self.kernel, self.config)
 
@@ -314,7 +314,7 @@ class Planner:
             problem, _ = dispatch.forward_of(whole, gpu, kernel)
             if self.dispatched and not problem.requires_grad:  # the operator returns lse with every gradient
                 problem = replace(problem, return_lse=True)
-        choice = self.choose(problem)
+        choice = self.choose(problem, operands)
         if kernel == "auto" and not choice.kernel.NEEDS_GPU:
             tell_once(problem, gpu, choice.kernel.NAME, self.portable)
         run: Run

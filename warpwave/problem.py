@@ -103,9 +103,6 @@ class QuantizedOperands(NamedTuple):
         return None
 
 
-AnyOperands = Operands | DropoutOperands | QuantizedOperands
-
-
 class CachedOperands(NamedTuple):
     """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, the tables, and
     the factors of 8-bit pools."""
@@ -124,6 +121,14 @@ class CachedOperands(NamedTuple):
     rows: Any = None
     k_descale: Any = None
     v_descale: Any = None
+
+    @property
+    def dropout_seed(self) -> None:
+        """None: calls on a cache have no dropout."""
+        return None
+
+
+AnyOperands = Operands | DropoutOperands | QuantizedOperands | CachedOperands
 
 
 class Band(NamedTuple):

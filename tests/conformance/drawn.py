@@ -260,12 +260,12 @@ def _draw_paged(seed: int, of_class: random.Random, of_call: random.Random) -> D
     if interpreted:
         features["dims"] = (min(features["dims"][0], INTERPRETED_WIDTH), min(features["dims"][1], INTERPRETED_WIDTH))
     batch = of_call.choice((1, 2, 3) if interpreted else (1, 2, 3, 5, 9))
-    seqlen_q = of_call.choice((1, 1, 1, 2, 3, 4, 8, 17, 65))
+    seqlen_q = of_call.choice((1, 1, 1, 2, 3, 4, 8, 17, 65, *((130, 300) if ON_GPU else ())))
     lengths = []
     for _ in range(batch):
         keys = 0 if of_call.random() < 0.1 else _length(of_call) * (3 if ON_GPU else 1)
         keys = min(keys, 2 * INTERPRETED_LENGTH) if interpreted else keys
-        queries = of_call.choice((0, 1, 1, 1, 3, 17, 70)) if packed else seqlen_q
+        queries = of_call.choice((0, 1, 1, 1, 3, 17, 70, *((200, 500) if ON_GPU else ()))) if packed else seqlen_q
         lengths.append((min(queries, keys) if packed else queries, keys))
     longest = max(1, *(k for _, k in lengths))
     case = PagedCase(

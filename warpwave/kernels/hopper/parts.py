@@ -50,13 +50,21 @@ class Ring:
     parts: gl.constexpr  # parts of a float32 tile, consecutive in its stage; 1 for 16-bit types
 
 
+@constexpr_function
+def shape_of_tiles(tensor_map, count, rows):
+    """Returns the shape of `count` tiles of a map's block, or of `rows` rows if that is not 0."""
+    block = [int(size) for size in tensor_map.block_type.shape]
+    return [int(count), *block[:-2], int(rows) or block[-2], block[-1]]
+
+
 @jit
-def buffers(maps, COUNT: gl.constexpr):
-    """Allocates COUNT tiles in shared memory in the maps' layouts: a tuple of pieces."""
+def buffers(maps, COUNT: gl.constexpr, ROWS_OF_TILE: gl.constexpr = 0):
+    """Allocates COUNT tiles in shared memory in the maps' layouts: a tuple of pieces. Several copies by the maps may
+    fill a tile of ROWS_OF_TILE rows."""
     pieces = ()
     for i in gl.static_range(len(maps)):
         pieces = pieces + (
-            gl.allocate_shared_memory(maps[i].dtype, [COUNT] + maps[i].block_type.shape, maps[i].layout),
+            gl.allocate_shared_memory(maps[i].dtype, shape_of_tiles(maps[i], COUNT, ROWS_OF_TILE), maps[i].layout),
         )
     return pieces
 
@@ -90,15 +98,22 @@ def ring_init(ring, CONSUMERS: gl.constexpr):
 
 
 @jit
-def load_tile(ring, maps, n, batch, head, row, MORE: gl.constexpr = 0):
-    """Loads tile n of the ring by TMA as soon as its stage is free. Elements outside the tensor are zeros. Parts are
-    heads of the tensor; those of one head are adjacent. The tile's barrier also waits for MORE bytes."""
+def make_room(ring, n, BYTES: gl.constexpr):
+    """Waits until the stage of tile n is free, and sets the number of bytes that its barrier waits for."""
     stage = n % ring.stages
     if ring.named == 0:
         mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
     elif n >= ring.stages:
         take_back(ring, n)
-    mbarrier.expect(ring.full.index(stage), tile_bytes(maps) * ring.parts + MORE)
+    mbarrier.expect(ring.full.index(stage), BYTES)
+
+
+@jit
+def load_tile(ring, maps, n, batch, head, row, MORE: gl.constexpr = 0):
+    """Loads tile n of the ring by TMA as soon as its stage is free. Elements outside the tensor are zeros. Parts are
+    heads of the tensor; those of one head are adjacent. The tile's barrier also waits for MORE bytes."""
+    make_room(ring, n, tile_bytes(maps) * ring.parts + MORE)
+    stage = n % ring.stages
     for part in gl.static_range(ring.parts):
         for i in gl.static_range(len(maps)):
             place = [batch, head * ring.parts + part, row, first_column(maps, i)]

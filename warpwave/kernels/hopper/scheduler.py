@@ -12,6 +12,7 @@ and the program that draws the last number resets the counter to 0.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from warpwave.kernels.hopper.pages import length_of, table_row_of
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier
 
 # Words of a message about a tile, in shared memory.
@@ -294,18 +295,40 @@ def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
     Offsets are clamped, so invalid offsets still read and write inside the tensors.
     """
     place, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
+    b, tile, q_begin, seqlen_q = _sequence_of(s, offsets.cu_seqlens_q_ptr, place, BLOCK_M)
+    k_begin = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b), 0), s.total_k)
+    # Both ends are clamped before the subtraction, which must not overflow.
+    seqlen_k = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
+    return Work(tile, b, head, q_begin, seqlen_q, k_begin, seqlen_k)
+
+
+@jit
+def paged_tile(s, offsets, pages, t, BLOCK_M: gl.constexpr):
+    """Returns tile t of a call whose keys are in pages, as `packed_tile` does. Without offsets of queries, each
+    sequence has `s.seqlen_q` of them."""
+    place, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
+    b, tile, q_begin, seqlen_q = _sequence_of(s, offsets.cu_seqlens_q_ptr, place, BLOCK_M)
+    seqlen_k = length_of(pages, table_row_of(pages, b), s.seqlen_k)
+    return Work(tile, b, head, q_begin, seqlen_q, gl.to_tensor(0), seqlen_k)
+
+
+@jit
+def _sequence_of(s, cu_seqlens_q_ptr, place, BLOCK_M: gl.constexpr):
+    """Returns the sequence of a slot, the slot's tile, and the sequence's first query and number of queries."""
     lanes = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     before = gl.to_tensor(0)
     for first in range(0, s.batch, 128):
         b = first + lanes
-        begin = gl.load(offsets.cu_seqlens_q_ptr + b, mask=b < s.batch, other=0)
+        if cu_seqlens_q_ptr is None:
+            begin = b * s.seqlen_q
+        else:
+            begin = gl.load(cu_seqlens_q_ptr + b, mask=b < s.batch, other=0)
         begin = gl.minimum(gl.maximum(begin, 0), s.total_q)
         before += gl.sum(((begin // BLOCK_M + b <= place) & (b < s.batch)).to(gl.int32), axis=0)
     b = gl.maximum(before - 1, 0)
-    q_begin = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_q_ptr + b), 0), s.total_q)
-    k_begin = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b), 0), s.total_k)
-    # Both ends are clamped before the subtraction, which must not overflow.
-    seqlen_q = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
-    seqlen_k = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
-    tile = place - (q_begin // BLOCK_M + b)
-    return Work(tile, b, head, q_begin, seqlen_q, k_begin, seqlen_k)
+    q_begin = b * s.seqlen_q
+    seqlen_q = s.seqlen_q
+    if cu_seqlens_q_ptr is not None:
+        q_begin = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + b), 0), s.total_q)
+        seqlen_q = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
+    return b, place - (q_begin // BLOCK_M + b), q_begin, seqlen_q

@@ -23,6 +23,7 @@ Bound: memory, `2 * (head_dim + head_dim_v)` bytes for each key of a kv head.
 from typing import NamedTuple
 
 from warpwave.kernels.groups import AnyTokens, Pages, Partials, Window
+from warpwave.kernels.hopper.pages import length_of, table_row_of
 from warpwave.kernels.hopper.parts import (
     LN_2,
     LOG2_E,
@@ -123,20 +124,11 @@ def neighbor(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
 
 
 @jit
-def table_row_of(pages: Pages, call):
-    """Returns the row of the page table, clamped to a valid one."""
-    row = call.batch
-    if pages.HAS_ROWS:
-        row = gl.minimum(gl.maximum(gl.load(pages.rows_ptr + call.batch), 0), pages.num_rows - 1).to(gl.int32)
-    return row
-
-
-@jit
-def length_of(pages: Pages, table_row, call):
+def keys_of_sequence(pages: Pages, table_row, call):
     """Returns the number of keys of the sequence, at most what the table holds."""
     length = call.capacity
     if pages.PAGE_SIZE > 0:
-        length = gl.minimum(gl.maximum(gl.load(pages.seqused_k_ptr + table_row), 0), length).to(gl.int32)
+        length = length_of(pages, table_row, length)
     return length
 
 
@@ -202,14 +194,14 @@ def producer(k_map, v_map, k_ring, v_ring, window: Window, pages: Pages, options
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     if options.LAUNCHED_AHEAD:
         neighbor("wait", 32)
-    table_row = table_row_of(pages, call)
+    table_row = table_row_of(pages, call.batch)
     if pages.PAGE_SIZE > 0:
         table_ptr = pages.table_ptr + table_row.to(gl.int64) * pages.stride_table
         if not window.HAS_LOW:  # otherwise the start of the split depends on the length
             key = (call.first_key // KEYS + call.split) * KEYS
             ids = page_ids(table_ptr, key, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
             more = page_ids(table_ptr, key + STEPS * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
-    length = length_of(pages, table_row, call)
+    length = keys_of_sequence(pages, table_row, call)
     first, _, end = keys_of(window, call, length, KEYS)
     if pages.PAGE_SIZE > 0 and window.HAS_LOW:
         ids = page_ids(table_ptr, first, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
@@ -321,7 +313,7 @@ def consumer(
     if options.LAUNCHED_AHEAD:
         neighbor("wait")
         neighbor("launch_dependents")
-    length = length_of(pages, table_row_of(pages, call), call)
+    length = keys_of_sequence(pages, table_row_of(pages, call.batch), call)
     store_queries(q_tensor, q_tiles, call, options)
     low, high = band(window, call, length)
     first, begin, end = keys_of(window, call, length, KEYS)

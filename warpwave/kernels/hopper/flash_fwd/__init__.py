@@ -14,6 +14,7 @@ from warpwave.kernels.hopper.flash_fwd.host import (
     WIDENS_VALUES,
     Binder,
     bind,
+    refuses,
     specify,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "default",
     "notes",
     "outrun",
+    "refuses",
     "smem_bytes",
     "specify",
     "why_not",

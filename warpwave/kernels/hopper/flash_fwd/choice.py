@@ -78,7 +78,8 @@ class _Facts(NamedTuple):
         is_unmasked: whether values are in 16 bits and the call has no mask or bias.
         is_plain: whether the call is also dense.
         is_bare: whether scores also need no more work than a causal mask.
-        is_causal_alone: whether they need that, and operands have 16 bits.
+        is_causal: whether position hides keys by a causal mask alone, values are in 16 bits, and there is no mask or
+            bias.
     """
 
     width: int
@@ -89,14 +90,15 @@ class _Facts(NamedTuple):
     is_unmasked: bool
     is_plain: bool
     is_bare: bool
-    is_causal_alone: bool
+    is_causal: bool
 
 
 @by_kind
 def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
     is_unmasked = problem.dtype != "float32" and problem.mask_shape is problem.bias_shape is None
     is_plain = is_unmasked and not problem.packed
-    is_bare = problem.alibi_shape is None and problem.softcap == 0.0 and problem.window_size == (-1, -1) and is_plain
+    has_no_window = problem.window_size == (-1, -1)
+    is_bare = problem.alibi_shape is None and problem.softcap == 0.0 and has_no_window and is_plain
     return _Facts(
         width=tile_width(problem),
         width_v=sum(pieces(problem.head_dim_v)),
@@ -106,7 +108,7 @@ def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
         is_unmasked=is_unmasked,
         is_plain=is_plain,
         is_bare=is_bare,
-        is_causal_alone=is_bare and problem.causal is not None and not problem.is_quantized,
+        is_causal=is_unmasked and has_no_window and problem.causal is not None and not problem.is_quantized,
     )
 
 
@@ -126,11 +128,10 @@ class Call:
         self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
         (
             self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_plain,
-            self.is_bare, is_causal_alone,
+            self.is_bare, is_causal,
         ) = _facts(problem, gpu)  # fmt: skip
-        # With a causal mask alone, the longest blocks take twice as long as the mean. With more keys than queries,
-        # blocks are more alike.
-        self.is_triangle = is_causal_alone and problem.seqlen_q == problem.seqlen_k
+        # The longest blocks take twice as long as the mean. With more keys than queries, blocks are more alike.
+        self.is_triangle = is_causal and problem.seqlen_q == problem.seqlen_k
 
     def rows_per_sm(self, block_m: int) -> int:
         """Returns the rows that the busiest SM processes if all blocks take equally long."""
@@ -146,10 +147,15 @@ class Call:
         """Returns whether blocks of 128 queries all run at once."""
         return query_tiles(self.problem, 128, self.heads) <= self.num_sms
 
+    def is_wave_of_triangles(self, block_m: int) -> bool:
+        """Returns whether blocks of this size all run at once under a causal mask, so that the longest sets the
+        time."""
+        return self.is_triangle and query_tiles(self.problem, block_m, self.heads) <= self.num_sms
+
     def is_unbalanced(self, block_m: int) -> bool:
-        """Returns whether the busiest SM gets over a fifth more rows from blocks of this size than from blocks of
-        64."""
-        return self.rows_per_sm(block_m) > 1.2 * self.rows_per_sm(64)
+        """Returns whether the busiest SM gets over a fifth more rows from blocks of this size than from blocks of 64,
+        or the longest block more steps."""
+        return self.is_wave_of_triangles(block_m) or self.rows_per_sm(block_m) > 1.2 * self.rows_per_sm(64)
 
     @property
     def has_rows_between_sectors(self) -> bool:
@@ -201,11 +207,10 @@ class Call:
         """Returns whether blocks of 192 rows balance over the SMs, and a tile has at most two pieces or V is padded.
 
         They balance if the busiest SM gets at most 1.13 times as many rows as from blocks of 128, or 1.06 times up to
-        head_dim 96. The ratios of measured calls: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384. In one wave, the
-        longest block of a triangle sets the time: blocks of 128 are 1.06 to 1.27 times as fast there in 11 calls
-        (ONE_WAVE).
+        head_dim 96. The ratios of measured calls: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384. In one wave
+        under a causal mask, blocks of 128 are 1.06 to 1.27 times as fast in 11 calls (ONE_WAVE).
         """
-        if self.is_triangle and query_tiles(self.problem, 192, self.heads) <= self.num_sms:
+        if self.is_wave_of_triangles(192):
             return False
         more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
         return (len(pieces(self.width)) < 3 or self.pads_values) and more <= (1.13 if self.width > 96 else 1.06)
@@ -289,7 +294,12 @@ RULES: tuple[Rule[Config], ...] = (
     Rule(
         "head_dim 65 to 256, dense, a causal mask alone, as many keys as queries and at least 640, at most two blocks "
         "of 64 queries an SM",
-        lambda c: 64 < c.width <= 256 and c.is_triangle and c.problem.seqlen_k >= 640 and c.rows_per_sm(64) <= 128,
+        lambda c: (
+            64 < c.width <= 256
+            and c.is_triangle
+            and c.rows_per_sm(64) <= 128
+            and (c.width > 128 or c.problem.seqlen_k >= 640)
+        ),
         (Config(64, 64, 3), Config(64, 64, 2)),
         "in one wave of blocks of 128 queries, the longest sets the time; an SM now runs a long and then a short one: "
         "1.06 to 1.31 times as fast in 12 calls above head_dim 128 on an H200, 0.98 to 1.19 in 15 up to 128",

@@ -29,6 +29,8 @@ MAX_HEAD_DIM_WITH_DROPOUT = 256  # the largest head_dim of hopper/flash_bwd, whi
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
 FEW_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
+LEAST_PAGE, MAX_HEAD_DIM_OF_PAGES = 16, 256  # tokens that a copy takes at least; wider rows were not tried
+LEAST_ROWS_OF_PAGES = 256
 FEWEST_QUERIES = 128  # that share a kv head, to amortize writing a V of 8 bits in float16
 
 
@@ -42,7 +44,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
         found += precision.why_not(problem, gpu, ABLE)
-    found += reasons.of_gradients(problem)
+    found += [*reasons.of_gradients(problem), *_against_pages(problem)]
     is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM_WITH_DROPOUT
     if problem.dropout_p and (problem.dtype == "float32" or is_wide):
         found.append(f"it has dropout only in 16-bit types and up to head_dim {MAX_HEAD_DIM_WITH_DROPOUT}")
@@ -72,9 +74,28 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
+def _against_pages(problem: AttentionProblem) -> list[str]:
+    """Returns why it cannot read a cache."""
+    if not problem.page_size:
+        return []
+    others = {
+        "float32": problem.dtype == "float32",
+        f"a cache of {problem.dtype_kv}": problem.dtype_kv is not None,
+        f"pages of {problem.page_size}": problem.page_size < LEAST_PAGE,
+        "results that do not depend on the batch": problem.batch_invariant,
+        "a mask": problem.mask_shape is not None,
+        "a bias": problem.bias_shape is not None,
+        f"head sizes above {MAX_HEAD_DIM_OF_PAGES}": max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM_OF_PAGES,
+    }
+    found = [f"from pages it does not support {name}" for name, is_there in others.items() if is_there]
+    return found + reasons.of_pages(problem)
+
+
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `flash_fwd` is faster: very short calls do not amortize setting up the ring and the warp roles, few
     queries do not amortize a launch that widens V, and up to head_dim 64 random numbers bind calls with dropout."""
+    if problem.page_size:
+        return _outrun_from_pages(problem, gpu)
     if widens(problem):
         shared = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
         if shared < FEWEST_QUERIES:
@@ -107,6 +128,16 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return [
         "at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, with lighter blocks, is up to 1.5 x as fast"
     ]
+
+
+def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    rows = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
+    if rows < LEAST_ROWS_OF_PAGES:
+        return [
+            f"{rows} rows of a sequence share a kv head, on average; with fewer than {LEAST_ROWS_OF_PAGES} split_kv, "
+            "which divides keys, is faster"
+        ]
+    return []
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

@@ -4,6 +4,7 @@ float32 or widen values of 8 bits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,9 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead, widen_values
-from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
+from warpwave.problem import AnyOperands, AttentionProblem, CachedOperands, QuantizedOperands
 from warpwave.runtime import launch, scratch, tensor_maps
+from warpwave.runtime.tensor_maps import has_map
 
 __all__ = ["Binder", "bind", "specify"]
 
@@ -40,6 +42,18 @@ QUANTIZED = True
 WIDENS_VALUES = True  # a v of 8 bits is multiplied in float16
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
 BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
+
+
+def refuses(operands: AnyOperands) -> list[str]:
+    """Returns why the kernel cannot read the pools of a cache; empty if it can. Other tensors it copies."""
+    if not isinstance(operands, CachedOperands):
+        return []
+    return [
+        f"{name} has strides {tuple(pool.stride())} and begins at {pool.data_ptr():#x}; TMA reads rows of stride 1, "
+        "other strides that are multiples of 16 bytes, and no empty pool"
+        for name, pool in (("k", operands.k), ("v", operands.v))
+        if not (has_map(pool) and pool.numel())
+    ]
 
 
 def bind(
@@ -78,6 +92,8 @@ class Binder:
         self, problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None
     ) -> arguments.Run:
         """Binds as `bind` does."""
+        if isinstance(operands, CachedOperands) and not problem.packed:
+            return _bind_flat(self, problem, operands, config, out)
         allocate = arguments.allocator(problem, operands.q)
         if problem.dtype == "float32":
             straight = arguments.straightener(operands)
@@ -123,11 +139,31 @@ class Binder:
 
 def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> arguments.Run:
     def run(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, *others = operands
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *pages = operands
         out, lse = allocate(out)
+        absent = (None,) * 7 if pages else ()  # the pointers between
         # out is passed twice: as the source of its tensor maps, and as the pointer that packed calls also store to.
-        launch_kernel(q, k, v, out, out, lse, *others)
+        launch_kernel(q, k, v, out, out, lse, slopes, sinks, offsets_q, offsets_k, *absent, *pages[:3])
         return out, lse
+
+    return run
+
+
+def _bind_flat(
+    binder: Binder, problem: AttentionProblem, operands: CachedOperands, config: Config, out: torch.Tensor | None
+) -> arguments.Run:
+    """Binds a call on a cache whose queries are not packed, as a packed one: all queries one after another."""
+    flat = replace(problem, packed=True, total_q=problem.rows, total_k=problem.batch * problem.seqlen_k)
+    to = None if out is None else out.flatten(0, 1)
+    attend = binder(flat, operands._replace(q=operands.q.flatten(0, 1)), config, to)
+    shape = (problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim_v)
+
+    def run(operands: CachedOperands, out: torch.Tensor | None = None) -> arguments.Results:
+        to = None if out is None else out.flatten(0, 1)
+        found, lse = attend(operands._replace(q=operands.q.flatten(0, 1)), to)
+        if lse is not None:
+            lse = lse.view(-1, *shape[:2]).transpose(0, 1).contiguous()
+        return found.view(shape), lse
 
     return run
 
@@ -138,9 +174,8 @@ def _launcher(
     """Returns the launcher of another call of a known class. Returns None if no tensor map can have its strides, or if
     Triton would compile again for its numbers."""
     packed = problem.packed
-    rows = None if packed else host.keys_end(problem)
     q, k, v = operands[:3]
-    seen = [host.seen(q, packed), host.seen(k, packed, rows), host.seen(v, packed, rows)]
+    seen = [host.seen(q, packed), _seen_keys(problem, k), _seen_keys(problem, v)]
     for _, (batch, head, *_) in seen:
         if batch % 8 or head % 8 or not (0 < batch < 2**39 and 0 < head < 2**39):
             return None
@@ -155,12 +190,28 @@ def _launcher(
     tiles = query_tiles(problem, config.block_m, config.heads)
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
     grid = min(tiles, (gpu.num_sms or host.NUM_SMS) * config.blocks_per_sm)
-    return known.family.launcher(grid, [*schedule, *known.scalars], maps)
+    return known.family.launcher(grid, [*schedule, *known.scalars, *_page_scalars(operands)], maps)
+
+
+def _seen_keys(problem: AttentionProblem, tensor: torch.Tensor) -> host.Described:
+    """Returns shape and strides of K or V, or of a pool of pages, in the axis order of tensor maps. A dense tensor ends
+    after the last key that a query sees."""
+    if problem.page_size:
+        return host.seen(tensor, False)
+    return host.seen(tensor, problem.packed, None if problem.packed else host.keys_end(problem))
+
+
+def _page_scalars(operands: AnyOperands) -> tuple[int | None, ...]:
+    """Returns the numbers of `groups.Pages`, None if keys are not in pages."""
+    if isinstance(operands, CachedOperands):
+        return operands.page_table.stride(0), operands.k.shape[0], operands.page_table.shape[0]
+    return None, None, None
 
 
 def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
-    mappable = host.mappable(operands, ("q", "k") if widens(problem) else ("q", "k", "v"))
+    mapped = ("q",) if problem.page_size else ("q", "k") if widens(problem) else ("q", "k", "v")  # pools: `refuses`
+    mappable = host.mappable(operands, mapped)
     if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
         return mappable
     return lambda operands: mappable(operands)._replace(bias=_bias_for_maps(operands.bias))
@@ -222,7 +273,7 @@ def _plans(
     widths = (of_keys, of_keys, of_values, out_pieces(problem, config))
     for source, (tensor, parts) in enumerate(zip((*operands[:3], out), widths, strict=True)):
         if source in (1, 2):
-            described, rows = host.seen(tensor, problem.packed, host.keys_end(problem)), config.block_n
+            described, rows = _seen_keys(problem, tensor), min(config.block_n, problem.page_size or config.block_n)
         else:
             described, rows = host.together(host.seen(tensor, problem.packed), config.heads), ROWS.value
         plans += host.piece_maps(source, *described, rows, parts)
@@ -359,13 +410,14 @@ def _specify(
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m, config.heads)
     sms = gpu.num_sms or host.NUM_SMS
-    others = (words, operands.bias, inverses, operands.dropout_seed, *_factors(operands))
+    others = (words, operands.bias, inverses, operands.dropout_seed, *_factors(operands), *_tables(operands))
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
         grid=min(tiles, sms * config.blocks_per_sm),
         tensors=(*descriptors, out_ptr, lse, *operands[5:9], *others, host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles, parts),
-        constants=_constants(problem, config, parts) | {"BIAS": host.bias_kind(operands.bias)},
+        constants=_constants(problem, config, parts)
+        | {"BIAS": host.bias_kind(operands.bias), "HAS_ROWS": _tables(operands)[2] is not None},
         options={
             "num_warps": 4,
             "enable_fp_fusion": True,
@@ -379,7 +431,7 @@ def _specify(
 def _scalars(problem: AttentionProblem, operands: AnyOperands, config: Config, tiles: int, parts: int) -> list[Any]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts, config.heads)
-    return [*schedule, *_after_schedule(problem, operands)]
+    return [*schedule, *_after_schedule(problem, operands), *_page_scalars(operands)]
 
 
 def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[Any]:
@@ -407,6 +459,13 @@ def _factors(operands: AnyOperands) -> tuple[Any, Any, Any]:
     return None, None, None
 
 
+def _tables(operands: AnyOperands) -> tuple[Any, Any, Any]:
+    """Returns the page table, the lengths and the rows of a call on a cache; None where absent."""
+    if isinstance(operands, CachedOperands):
+        return operands.page_table, operands.seqused_k, operands.rows
+    return None, None, None
+
+
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
     """Returns the compile-time arguments of the kernel, by name."""
     consumer, producer = registers(config)
@@ -428,6 +487,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,
+        "PAGE_SIZE": problem.page_size,
     }
 
 

@@ -27,6 +27,7 @@ docs/notes/hopper.md lists what was tried and what each part gained.
 
 from __future__ import annotations
 
+from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import of_call
 from warpwave.kernels.hopper.factors import Factors, OfKeys
@@ -68,6 +69,7 @@ def hopper_flash_fwd_kernel(
     q_descale_ptr,
     k_descale_ptr,
     v_descale_ptr,
+    pages: Pages,
     counter_ptr,
     STAGES: gl.constexpr,
     NAMED_BARRIERS: gl.constexpr,
@@ -99,7 +101,8 @@ def hopper_flash_fwd_kernel(
         if v_descale_ptr is not None:
             of_v = OfKeys(v_descale_ptr, v_descale_strides, V_BLOCK)
         factors = Factors(q_descale_ptr, q_descale_strides, of_k, of_v, schedule.group_size, Q_BLOCK)
-    rules = Rules(call_options, K_BLOCK > 0 or V_BLOCK > 0, of_call(dropout), factors)
+    aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
+    rules = Rules(call_options, aligns_keys, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
         num_heads_kv = schedule.num_heads // schedule.group_size
@@ -116,13 +119,15 @@ def hopper_flash_fwd_kernel(
         beside = Beside(mask_and_bias, bias_maps, bias_tiles[0])
     k_full = barriers(STAGES)
     v_full = barriers(STAGES)
+    k_tiles = buffers(k_maps, STAGES * PARTS, call_options.BLOCK_N)
+    v_tiles = buffers(v_maps, STAGES * PARTS, call_options.BLOCK_N)
     if NAMED_BARRIERS:
         # Named barriers replace `empty`. A field of an aggregate cannot be absent, so `full` is passed again.
-        k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
-        v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, v_full, STAGES, FREE_BARRIERS + STAGES, PARTS)
+        k_ring = Ring(k_tiles, k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
+        v_ring = Ring(v_tiles, v_full, v_full, STAGES, FREE_BARRIERS + STAGES, PARTS)
     else:
-        k_ring = Ring(buffers(k_maps, STAGES * PARTS), k_full, barriers(STAGES), STAGES, 0, PARTS)
-        v_ring = Ring(buffers(v_maps, STAGES * PARTS), v_full, barriers(STAGES), STAGES, 0, PARTS)
+        k_ring = Ring(k_tiles, k_full, barriers(STAGES), STAGES, 0, PARTS)
+        v_ring = Ring(v_tiles, v_full, barriers(STAGES), STAGES, 0, PARTS)
     out_tiles = q_tiles
     if call_options.OWN_OUT and call_options.HEAD_DIM_V == 0:
         if len(out_maps) > len(v_maps):  # out is stored in two halves
@@ -154,7 +159,7 @@ def hopper_flash_fwd_kernel(
         gl.warp_specialize(
             [
                 (consumer, (0, of_consumer, queries, schedule)),
-                (producer, (of_producer, queries, schedule, counter_ptr)),
+                (producer, (of_producer, queries, schedule, pages, counter_ptr)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -164,7 +169,7 @@ def hopper_flash_fwd_kernel(
             [
                 (consumer, (0, of_consumer, queries, schedule)),
                 (consumer, (1, of_consumer, queries, schedule)),
-                (producer, (of_producer, queries, schedule, counter_ptr)),
+                (producer, (of_producer, queries, schedule, pages, counter_ptr)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -175,7 +180,7 @@ def hopper_flash_fwd_kernel(
                 (consumer, (0, of_consumer, queries, schedule)),
                 (consumer, (1, of_consumer, queries, schedule)),
                 (consumer, (2, of_consumer, queries, schedule)),
-                (producer, (of_producer, queries, schedule, counter_ptr)),
+                (producer, (of_producer, queries, schedule, pages, counter_ptr)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

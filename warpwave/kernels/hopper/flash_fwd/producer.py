@@ -4,6 +4,7 @@ It draws tiles of queries, announces them to the consumers (consumer.py), and ke
 skips tiles that a boolean mask hides entirely from a block.
 """
 
+from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.factors import is_v_quantized
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
@@ -17,6 +18,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     word_of,
 )
 from warpwave.kernels.hopper.groups import Queries, Schedule
+from warpwave.kernels.hopper.pages import in_pages, load_tile_of_pages, of_sequence
 from warpwave.kernels.hopper.parts import (
     Ring,
     drain,
@@ -70,7 +72,7 @@ class Producer:
 
 
 @jit
-def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
+def producer(role, queries: Queries, schedule: Schedule, pages: Pages, counter_ptr):
     """Draws tiles of queries and loads their operands. With a mask or bias, it also reloads every block whose consumer
     reports a non-finite output (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
     box = role.box
@@ -86,7 +88,10 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
         tile = t
         if is_added(beside):
             tile = gl.minimum(t, schedule.num_tiles - 1)  # there may be no tile left to draw
-        work = scheduler.tile_of(schedule, queries, tile, queries_of_block(rules), rules.HAS_HIGH, rules.IS_VARLEN)
+        if pages.PAGE_SIZE > 0:
+            work = scheduler.paged_tile(schedule, queries, pages, tile, queries_of_block(rules))
+        else:
+            work = scheduler.tile_of(schedule, queries, tile, queries_of_block(rules), rules.HAS_HIGH, rules.IS_VARLEN)
         is_work = scheduler.is_work(work, queries_of_block(rules), rules.IS_VARLEN)
         if is_added(beside):
             level = gl.to_tensor(0)
@@ -108,7 +113,7 @@ def producer(role, queries: Queries, schedule: Schedule, counter_ptr):
             if is_masked(beside):
                 n = load_masked_block(role, work, kv_head, n, messages, bits)
             else:
-                n = load_block(role, work, kv_head, n, messages)
+                n = load_block(role, work, pages, schedule.seqlen_k, kv_head, n, messages)
             messages += 1
         if is_added(beside):
             if not answers:
@@ -136,7 +141,7 @@ def is_more(t, num_tiles, known, messages, beside):
 
 
 @jit
-def load_block(role, work, kv_head, n, messages):
+def load_block(role, work, pages: Pages, capacity, kv_head, n, messages):
     """Loads the operands of a block of queries, K one tile ahead of V if tiles overlap. Returns the number of the next
     tile of K and V."""
     rules = role.rules
@@ -148,20 +153,23 @@ def load_block(role, work, kv_head, n, messages):
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
+    source = batch
+    if pages.PAGE_SIZE > 0:
+        source = of_sequence(pages, work.batch, capacity)
     row = work.q_begin + work.tile * queries_of_block(rules)
     key = work.k_begin + keys.begin
-    load_keys(role.k_ring, role.k_maps, n, work, batch, kv_head, key + (end - 1) * rules.BLOCK_N, beside, rules)
+    load_keys(role.k_ring, role.k_maps, n, work, source, kv_head, key + (end - 1) * rules.BLOCK_N, beside, rules)
     load_queries(role, batch, work, row, messages)
     for j in range(1, end - begin):
         before = key + (end - 1 - j) * rules.BLOCK_N
         if rules.PARTS == 1:
-            load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
-            load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
+            load_keys(role.k_ring, role.k_maps, n + 1, work, source, kv_head, before, beside, rules)
+            load_rows(role.v_ring, role.v_maps, n, source, kv_head, before + rules.BLOCK_N)
         else:  # in the order of use: a ring may have a single stage
-            load_tile(role.v_ring, role.v_maps, n, batch, kv_head, before + rules.BLOCK_N)
-            load_keys(role.k_ring, role.k_maps, n + 1, work, batch, kv_head, before, beside, rules)
+            load_rows(role.v_ring, role.v_maps, n, source, kv_head, before + rules.BLOCK_N)
+            load_keys(role.k_ring, role.k_maps, n + 1, work, source, kv_head, before, beside, rules)
         n += 1
-    load_tile(role.v_ring, role.v_maps, n, batch, kv_head, key + begin * rules.BLOCK_N)
+    load_rows(role.v_ring, role.v_maps, n, source, kv_head, key + begin * rules.BLOCK_N)
     return n + 1
 
 
@@ -206,16 +214,25 @@ def load_masked_block(role, work, kv_head, n, messages, bits):
     while tile >= begin:
         before = keys.begin + tile * rules.BLOCK_N
         load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
-        load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
+        load_rows(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
         key = before
         n += 1
         tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
-    load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
+    load_rows(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
     return n + 1
 
 
 @jit
-def load_keys(k_ring, k_maps, n, work, batch, kv_head, key, beside, rules):
+def load_keys(k_ring, k_maps, n, work, source, kv_head, key, beside, rules):
     """Loads tile n of K, and its bias if each score has its own."""
-    load_tile(k_ring, k_maps, n, batch, kv_head, key, bytes_beside(beside, rules.GROUPS))
+    load_rows(k_ring, k_maps, n, source, kv_head, key, bytes_beside(beside, rules.GROUPS))
     load_bias(beside, k_ring, n, work, key, rules)
+
+
+@jit
+def load_rows(ring, maps, n, source, kv_head, key, MORE: gl.constexpr = 0):
+    """Loads tile n of K or V from `source`: a batch item, or `pages.OfSequence`."""
+    if in_pages(source):
+        load_tile_of_pages(ring, maps, n, source, kv_head, key, MORE)
+    else:
+        load_tile(ring, maps, n, source, kv_head, key, MORE)

@@ -1,0 +1,211 @@
+"""hopper/flash_fwd on paged caches: gates over pages, tiles and features, bit-equal pairs, and where `auto` uses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import paged
+from tests.conformance.harness import DEVICE, GPU, bits
+from tests.conformance.paged import PagedCase
+from tests.conformance.test_paged import OF_HOPPER, check
+from warpwave import CacheLayer, UnsupportedProblem, attention_varlen, attention_with_kv_cache, cached_calls, dispatch
+from warpwave.gpu import Gpu
+from warpwave.kernels.hopper.flash_fwd import Config, configs
+from warpwave.problem import AttentionProblem, CachedOperands, Causal
+
+H200 = Gpu.for_arch("sm_90")
+CHUNKS = ((300, 300), (129, 1000), (1, 77), (0, 40), (200, 200), (64, 900))
+ALIKE = ((200, 700), (200, 200), (200, 330))
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": "bottom_right"},
+    "top-left": {"causal": "top_left"},
+    "window": {"window": (100, 0)},
+    "both sides": {"window": (70, 45)},
+    "causal in a window": {"causal": "bottom_right", "window": (333, -1)},
+    "ALiBi": {"alibi": True, "causal": "bottom_right"},
+    "softcap": {"softcap": 20.0, "causal": "bottom_right"},
+    "sinks": {"sinks": True, "window": (120, 0)},
+}
+each_page_size = pytest.mark.parametrize("page_size", [16, 32, 64, 128, 512])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("feature", FEATURES)
+@each_page_size
+def test_features(page_size: int, feature: str, packed: bool) -> None:
+    case = PagedCase(
+        page_size, "bfloat16", (128, 128), (8, 2), CHUNKS if packed else ALIKE, packed, max_seqlen_k=1024,
+        **FEATURES[feature],
+    )  # fmt: skip
+    check(OF_HOPPER, case, "sharp")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(8, 8), (40, 40), (64, 64), (80, 80), (96, 64), (112, 112), (160, 160), (192, 128),
+                                  (256, 256), (256, 64), (64, 256)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_head_sizes(page_size: int, dtype: str, dims: tuple[int, int]) -> None:
+    for more in ({"causal": "bottom_right"}, {"window": (90, 0), "softcap": 30.0}):
+        case = PagedCase(page_size, dtype, dims, (6, 2), CHUNKS, True, max_seqlen_k=1024, **more)
+        check(OF_HOPPER, case, "normal")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@each_page_size
+def test_every_config(page_size: int, dims: tuple[int, int]) -> None:
+    case = PagedCase(page_size, "bfloat16", dims, (8, 2), CHUNKS, True, "bottom_right", (150, 0), max_seqlen_k=1024)
+    call = paged.build(case, "normal", DEVICE)
+    for config in configs(call.problem, GPU):
+        check(OF_HOPPER, case, "normal", config=config)
+        check(OF_HOPPER, case, "normal", config=replace(config, heads=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [Config(64, 64, 2, 2), Config(128, 128, 2), Config(192, 64, 4)], ids=str)
+@each_page_size
+def test_pages_equal_packed_keys(page_size: int, config: Config) -> None:
+    """With the same tiles, bit for bit."""
+    lengths = tuple((q, k) for q, k in CHUNKS if q)
+    case = PagedCase(page_size, "bfloat16", (128, 128), (8, 2), lengths, True, "bottom_right", max_seqlen_k=1024)
+    call = paged.build(case, "sharp", DEVICE)
+    ends = torch.tensor([0, *(k for _, k in lengths)], device=DEVICE).cumsum(0).to(torch.int32)
+    expected = attention_varlen(
+        call.operands.q, torch.cat(call.keys), torch.cat(call.values), cu_seqlens_q=call.operands.cu_seqlens_q,
+        cu_seqlens_k=ends, max_seqlen_q=300, max_seqlen_k=1000, causal=True, return_lse=True, kernel=OF_HOPPER,
+        config=config,
+    )  # fmt: skip
+    assert bits(*paged.run(OF_HOPPER, call, config=config)) == bits(*expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(-1, -1), (60, 0)], ids=str)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_repeats_are_bit_equal(page_size: int, window: tuple[int, int]) -> None:
+    case = PagedCase(page_size, "bfloat16", (128, 128), (8, 2), CHUNKS, True, "bottom_right", window, max_seqlen_k=1024)
+    call = paged.build(case, "normal", DEVICE)
+    first, first_lse = paged.run(OF_HOPPER, call)
+    assert first_lse is not None
+    for _ in range(2000):
+        out, lse = paged.run(OF_HOPPER, call)
+        assert torch.equal(out, first) and lse is not None and torch.equal(lse, first_lse)
+
+
+@pytest.mark.gpu
+def test_new_lengths_and_tables() -> None:
+    """Calls of one class, with other totals, tables and lengths, as a server makes them; an out of the caller's."""
+    cases = [
+        PagedCase(16, "bfloat16", (64, 64), (8, 2), tuple((q + n, k + 3 * n) for q, k in CHUNKS), True, "bottom_right",
+                  max_seqlen_k=1024 + 16 * n)
+        for n in (0, 1, 7, 16, 30)
+    ]  # fmt: skip
+    for case in cases * 2:
+        check(OF_HOPPER, case)
+        call = paged.build(case, "normal", DEVICE)
+        out = torch.full_like(call.operands.q, torch.nan)
+        expected, _ = paged.run(OF_HOPPER, call)
+        found, _ = paged.run(OF_HOPPER, call, out=out)
+        assert found is out and torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_strided_queries_and_pools_of_both() -> None:
+    """Queries of a fused projection, and pools of pages that hold keys beside values, as vLLM has them."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randn(2, 200, 12, 64, generator=g, device=DEVICE).bfloat16()[:, :, :8]
+    both = torch.randn(40, 2, 16, 2, 64, generator=g, device=DEVICE).bfloat16()
+    table = torch.randperm(40, generator=g, device=DEVICE).to(torch.int32).view(2, 20)
+    used = torch.tensor([320, 250], dtype=torch.int32, device=DEVICE)
+    cache = CacheLayer(both[:, 0], both[:, 1], table, used)
+    found = attention_with_kv_cache(q, cache, causal=True, kernel=OF_HOPPER)
+    expected = attention_with_kv_cache(q, cache, causal=True, kernel="eager")
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    k, v = (pool.transpose(-1, -2).contiguous().transpose(-1, -2) for pool in (cache.k, cache.v))
+    odd = CacheLayer(k, v, table, used)
+    with pytest.raises(UnsupportedProblem, match="rows of stride 1"):
+        attention_with_kv_cache(q, odd, causal=True, kernel=OF_HOPPER)
+    torch.testing.assert_close(attention_with_kv_cache(q, odd, causal=True), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.gpu
+def test_pages_past_four_gibibytes() -> None:
+    """Byte offsets of pages and of their rows past 2^32."""
+    pages = 2**32 // (2 * 256 * 8 * 128) + 40
+    pool = torch.zeros(pages, 256, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.arange(pages - 4, pages, dtype=torch.int32, device=DEVICE)[None]
+    pool[-4:] = torch.randn(4, 256, 8, 128, device=DEVICE).bfloat16()
+    q = torch.randn(1, 300, 32, 128, device=DEVICE).bfloat16()
+    used = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
+    found = attention_with_kv_cache(q, CacheLayer(pool, pool, table, used), causal=True, kernel=OF_HOPPER)
+    near = pool[-4:].clone()
+    table = torch.arange(4, dtype=torch.int32, device=DEVICE)[None]
+    assert torch.equal(
+        found, attention_with_kv_cache(q, CacheLayer(near, near, table, used), causal=True, kernel=OF_HOPPER)
+    )
+
+
+# Choice ---------------------------------------------------------------------------------------------------------------
+
+
+def problem(**more: Any) -> AttentionProblem:
+    said: dict[str, Any] = {
+        "batch": 4, "seqlen_q": 1024, "seqlen_k": 4096, "num_heads_q": 32, "num_heads_kv": 8, "head_dim": 128,
+        "head_dim_v": 128, "dtype": "bfloat16", "softmax_scale": 0.1, "causal": Causal("bottom_right"), "page_size": 16,
+    }  # fmt: skip
+    return AttentionProblem(**said | more)
+
+
+def test_prefill_is_for_hopper_and_decode_for_split_kv() -> None:
+    assert dispatch.choose(problem(), H200).kernel.NAME == OF_HOPPER
+    for few in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"packed": True, "total_q": 40, "total_k": 4 * 4096}):
+        assert dispatch.choose(problem(**few), H200).kernel.NAME == "split_kv"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"page_size": 8}, "pages of 8"),
+        ({"page_size": 48}, "power of two"),
+        ({"dtype": "float32"}, "float32"),
+        ({"batch_invariant": True}, "do not depend on the batch"),
+        ({"head_dim": 320, "head_dim_v": 320}, "above 256"),
+        ({"head_dim": 100, "head_dim_v": 100}, "multiple of 8"),
+    ],
+)
+def test_refusals(change: dict[str, Any], reason: str) -> None:
+    assert any(reason in why for why in dispatch.why_not(dispatch.hopper_flash_fwd, problem(**change), H200))
+
+
+def test_an_8_bit_cache_is_for_split_kv() -> None:
+    cache = problem(dtype_kv="int8", kv_factors="token")
+    assert dispatch.choose(cache, H200).kernel.NAME == "split_kv"
+
+
+@pytest.mark.parametrize("serving", [{"num_splits": 3}, {"shared_prefix": 64}])
+def test_splits_and_prefixes_are_for_split_kv(serving: dict[str, Any]) -> None:
+    choice = cached_calls.choose(problem(), H200, cached_calls.Serving(**serving))
+    assert choice.kernel.NAME == "split_kv"
+    if "num_splits" in serving:
+        assert choice.config.num_splits == 3
+
+
+def test_pools_that_tma_cannot_read_are_for_split_kv() -> None:
+    """auto takes split_kv, and a call that names the kernel is told why not."""
+    pool = torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16)
+    table, used = torch.zeros(4, 256, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    q = torch.zeros(4, 1024, 32, 128, dtype=torch.bfloat16)
+    straight = CachedOperands(q, pool, pool, page_table=table, seqused_k=used)
+    crossed = pool.transpose(2, 3).contiguous().transpose(2, 3)
+    serving = cached_calls.Serving()
+    assert cached_calls.choose(problem(), H200, serving, operands=straight).kernel.NAME == OF_HOPPER
+    odd = straight._replace(v=crossed)
+    assert cached_calls.choose(problem(), H200, serving, operands=odd).kernel.NAME == "split_kv"
+    with pytest.raises(UnsupportedProblem, match="v has strides"):
+        cached_calls.choose(problem(), H200, serving, OF_HOPPER, operands=odd)
