@@ -66,6 +66,8 @@ def bind_gradients(
         operands: tensors of the layout that `compute` takes.
         kernel: of the forward, as the caller named it. out and lse are its results; None where it keeps none.
     """
+    if operands.q.is_meta:  # the offsets of packed sequences have no contents
+        return functools.partial(_without_contents, wanted)
     names = {name for name, want in zip(DIFFERENTIABLE_NAMES, wanted, strict=True) if want}
     for module in dispatch.gradient_kernels(problem, gpu, kernel):
         if names <= set(module.GRADIENTS):
@@ -86,6 +88,12 @@ def bind_gradients(
         return eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
 
     return compute
+
+
+def _without_contents(wanted: Sequence[bool], operands: AnyOperands, *_: Any) -> Gradients:
+    """Returns the gradients of a call on device "meta"."""
+    sources = (operands[i] for i in DIFFERENTIABLE)
+    return [t.new_empty(t.shape) if want else None for t, want in zip(sources, wanted, strict=True)]
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
