@@ -215,6 +215,17 @@ def test_autograd_s_own_errors_stand(whose: str) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_autograd_s_errors_and_profiles_name_the_call(return_lse: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv())
+    results = warpwave.attention(q, k, v, return_lse=return_lse)
+    for result in results if return_lse else (results,):
+        assert result.grad_fn.name().startswith("WarpwaveAttention")
+        result.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"output \d of WarpwaveAttention"):
+            result.sum().backward(retain_graph=True)
+
+
 @pytest.mark.parametrize(("whose", "kept"), [("three_kernel", 3), ("eager", 5), ("flash_fwd", 5)])
 def test_nothing_is_kept_that_no_gradient_takes(whose: str, kept: int) -> None:
     q, k, v = (t.requires_grad_() for t in qkv())
