@@ -35,6 +35,7 @@ NUM_TENSORS, NUM_OPTIONS = len(DropoutOperands._fields) + 1, len(Options._fields
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_legacy_batchedtensor
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
 def is_eager() -> bool:
@@ -149,7 +150,7 @@ class Plan:
             if dlse is None:
                 return (None,) * (1 + count)
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        if is_grad_enabled() or not is_eager() or not _are_plain((dout, *operands)):
+        if is_grad_enabled() or not is_eager() or not _are_plain((dout, dlse, *saved)):
             out, lse = (absent(q) if t is None else t for t in results)
             tensors = schema_tensors(operands)
             found: Sequence[Any] = operator_gradients(dout, dlse, out, lse, wanted, tensors, self.options, self.kernel)
@@ -171,9 +172,14 @@ class Plan:
 def _are_plain(tensors: Sequence[Any]) -> bool:
     """Returns whether the saved tensors and the incoming gradients are ordinary tensors: a hook or the next layer may
     return others, and `is_grads_batched` passes batches of gradients whose type is that of ordinary tensors."""
-    return all(
-        t is None or type(t) is torch.nn.Parameter or (type(t) is torch.Tensor and not is_batched(t)) for t in tensors
-    )
+    for t in tensors:  # in half the time of `all`
+        kind = type(t)
+        if kind is _Tensor:
+            if is_batched(t):
+                return False
+        elif t is not None and kind is not _Parameter:
+            return False
+    return True
 
 
 # The names of the classes appear in torch's errors, profiles and `grad_fn`.
