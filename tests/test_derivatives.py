@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_map_only
 
 import warpwave
 from warpwave.options import Options
@@ -132,15 +134,53 @@ def test_vmap_of_grad_and_grad_of_vmap() -> None:
     torch.testing.assert_close(together, singly)
 
 
-def test_batches_of_upstream_gradients() -> None:
+@pytest.mark.parametrize("upstream_of", ["out", "lse", "both"])
+def test_batches_of_upstream_gradients(upstream_of: str) -> None:
     """What `is_grads_batched` and vectorised jacobians hand over says of itself that it is an ordinary tensor."""
     q, k, v = qkv()
     q.requires_grad_()
-    out = warpwave.attention(q, k, v)
-    upstream = torch.randn(3, *out.shape, device=DEVICE)
-    (together,) = torch.autograd.grad(out, q, upstream, is_grads_batched=True, retain_graph=True)
-    singly = [torch.autograd.grad(out, q, one, retain_graph=True)[0] for one in upstream]
+    out, lse = warpwave.attention(q, k, v, return_lse=True)
+    results = {"out": (out,), "lse": (lse,), "both": (out, lse)}[upstream_of]
+    upstream = [torch.randn(3, *t.shape, device=DEVICE) for t in results]
+    (together,) = torch.autograd.grad(results, q, upstream, is_grads_batched=True, retain_graph=True)
+    singly = [torch.autograd.grad(results, q, one, retain_graph=True)[0] for one in zip(*upstream, strict=True)]
     torch.testing.assert_close(together, torch.stack(singly))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without storage: what it holds is reached by the dispatcher alone."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        self: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        self.held = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(cls, lambda t: t.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "flash_fwd"])
+@pytest.mark.parametrize("which", ["dout", "dlse", "saved q", "saved out", "saved lse"])
+def test_a_backward_takes_tensors_that_only_the_dispatcher_can_read(which: str, kernel: str) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv())
+    saved = [f"saved {name}" for name in ("q", "k", "v", "out", "lse")]
+    numbers = itertools.count()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (saved[next(numbers)], t), lambda kept: Wrapped(kept[1]) if kept[0] == which else kept[1]
+    ):
+        results = step(kernel, q, k, v, return_lse=True)
+    upstream = [torch.randn_like(t) for t in results]
+    expected = torch.autograd.grad(step(kernel, q, k, v, return_lse=True), (q, k, v), upstream)
+    given = [Wrapped(t) if name == which else t for name, t in zip(("dout", "dlse"), upstream, strict=True)]
+    for found, one in zip(torch.autograd.grad(results, (q, k, v), given), expected, strict=True):
+        torch.testing.assert_close(found.held if isinstance(found, Wrapped) else found, one)
 
 
 @pytest.mark.parametrize("how", ["backward", "torch.func", "vmap of torch.func"])
@@ -213,6 +253,17 @@ def test_autograd_s_own_errors_stand(whose: str) -> None:
         scaled.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_autograd_s_errors_and_profiles_name_the_call(return_lse: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv())
+    results = warpwave.attention(q, k, v, return_lse=return_lse)
+    for result in results if return_lse else (results,):
+        assert result.grad_fn.name().startswith("WarpwaveAttention")
+        result.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"output \d of WarpwaveAttention"):
+            result.sum().backward(retain_graph=True)
 
 
 @pytest.mark.parametrize(("whose", "kept"), [("three_kernel", 3), ("eager", 5), ("flash_fwd", 5)])

@@ -446,3 +446,21 @@ def test_calls_without_memory_have_shapes(softcap: float) -> None:
         softcap=softcap, return_lse=True,
     )  # fmt: skip
     assert out.is_meta and out.shape == packed.shape and lse.shape == (2, 10)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_calls_without_memory_have_gradients_without_memory(is_packed: bool) -> None:
+    """As a step on device "meta" takes them, which plans memory."""
+    q = torch.empty(*((10,) if is_packed else (2, 5)), 4, 8, device="meta", requires_grad=True)
+    k, v = (torch.empty(*q.shape[:-2], 2, 8, device="meta", requires_grad=True) for _ in range(2))
+    sinks, offsets = torch.empty(4, device="meta", requires_grad=True), torch.empty(3, dtype=torch.int32, device="meta")
+    for _ in range(2):
+        if is_packed:
+            out, lse = warpwave.attention_varlen(
+                q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=5, max_seqlen_k=5, sinks=sinks,
+                dropout_p=0.1, return_lse=True,
+            )  # fmt: skip
+        else:
+            out, lse = warpwave.attention(q, k, v, sinks=sinks, dropout_p=0.1, return_lse=True)
+        for t, grad in zip((k, sinks), torch.autograd.grad(out.sum() + lse.sum(), (k, sinks)), strict=True):
+            assert grad.is_meta and grad.shape == t.shape and grad.dtype == t.dtype

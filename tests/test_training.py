@@ -126,6 +126,21 @@ def test_packed_lengths_share_their_compiled_graphs() -> None:
     assert counting.forward <= 2 and counting.backward <= 2
 
 
+def test_a_longest_sequence_read_from_the_offsets_is_part_of_the_graph() -> None:
+    """As programs do that compute max_seqlen on the device. torch.compile then knows nothing about the number."""
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Any:
+        return attend_packed(q, k, v, offsets, int(offsets.diff().max().item()))
+
+    compiled: Any = torch.compile(call, fullgraph=True, backend="aot_eager")
+    given = leaves(12)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for ends in ([0, 5, 12], [0, 1, 3, 12]):
+            offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+            assert_same(gradients(compiled(*given, offsets), given), gradients(call(*given, offsets), given))
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_probabilities_of_dropout_share_their_compiled_graphs(packed: bool) -> None:
     """The second value gets graphs for every one; 0 has graphs of its own, without dropout."""

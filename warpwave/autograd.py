@@ -35,6 +35,7 @@ NUM_TENSORS, NUM_OPTIONS = len(DropoutOperands._fields) + 1, len(Options._fields
 is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 is_batched = torch._C._functorch.is_legacy_batchedtensor
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
 def is_eager() -> bool:
@@ -66,6 +67,8 @@ def bind_gradients(
         operands: tensors of the layout that `compute` takes.
         kernel: of the forward, as the caller named it. out and lse are its results; None where it keeps none.
     """
+    if operands.q.is_meta:  # the offsets of packed sequences have no contents
+        return functools.partial(_without_contents, wanted)
     names = {name for name, want in zip(DIFFERENTIABLE_NAMES, wanted, strict=True) if want}
     for module in dispatch.gradient_kernels(problem, gpu, kernel):
         if names <= set(module.GRADIENTS):
@@ -86,6 +89,12 @@ def bind_gradients(
         return eager.backward(problem, operands, config, out, lse, dout, dlse, wanted)
 
     return compute
+
+
+def _without_contents(wanted: Sequence[bool], operands: AnyOperands, *_: Any) -> Gradients:
+    """Returns the gradients of a call on device "meta"."""
+    sources = (operands[i] for i in DIFFERENTIABLE)
+    return [t.new_empty(t.shape) if want else None for t, want in zip(sources, wanted, strict=True)]
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
@@ -141,7 +150,7 @@ class Plan:
             if dlse is None:
                 return (None,) * (1 + count)
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        if is_grad_enabled() or not is_eager() or not _are_plain((dout, *operands)):
+        if is_grad_enabled() or not is_eager() or not _are_plain((dout, dlse, *saved)):
             out, lse = (absent(q) if t is None else t for t in results)
             tensors = schema_tensors(operands)
             found: Sequence[Any] = operator_gradients(dout, dlse, out, lse, wanted, tensors, self.options, self.kernel)
@@ -163,12 +172,20 @@ class Plan:
 def _are_plain(tensors: Sequence[Any]) -> bool:
     """Returns whether the saved tensors and the incoming gradients are ordinary tensors: a hook or the next layer may
     return others, and `is_grads_batched` passes batches of gradients whose type is that of ordinary tensors."""
-    return all(
-        t is None or type(t) is torch.nn.Parameter or (type(t) is torch.Tensor and not is_batched(t)) for t in tensors
-    )
+    for t in tensors:  # in half the time of `all`
+        kind = type(t)
+        if kind is _Tensor:
+            if is_batched(t):
+                return False
+        elif t is not None and kind is not _Parameter:
+            return False
+    return True
 
 
-class _Out(torch.autograd.Function):
+# The names of the classes appear in torch's errors, profiles and `grad_fn`.
+
+
+class WarpwaveAttention(torch.autograd.Function):
     """Computes only out, which takes 2 us less than two results."""
 
     @staticmethod
@@ -181,7 +198,7 @@ class _Out(torch.autograd.Function):
         return plan.backward(ctx, grads[0], None)
 
 
-class _Both(torch.autograd.Function):
+class WarpwaveAttentionAndLse(torch.autograd.Function):
     """Computes out and lse."""
 
     @staticmethod
@@ -196,8 +213,8 @@ class _Both(torch.autograd.Function):
 
 
 # `Function.apply` without its check for transforms: a plan is used only if none is active.
-_apply_out = super(torch.autograd.Function, _Out).apply
-_apply_both = super(torch.autograd.Function, _Both).apply
+_apply_out = super(torch.autograd.Function, WarpwaveAttention).apply
+_apply_both = super(torch.autograd.Function, WarpwaveAttentionAndLse).apply
 
 
 # The operator, and transforms of it -----------------------------------------------------------------------------------

@@ -236,7 +236,9 @@ def _check_lengths(batch: int, options: Options) -> None:
     if batch < 0:
         raise InvalidInput("cu_seqlens_q is empty; it must hold batch + 1 offsets, the first of them 0")
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        if (longest := getattr(options, name)) < 0:
+        longest = getattr(options, name)
+        # torch.compile may not know the number, if it was read from a tensor. The compiled call checks it.
+        if isinstance(longest, int) and longest < 0:
             raise InvalidInput(f"{name} is {longest}; it must be at least 0")
 
 
