@@ -48,7 +48,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "flash_attn: left padding counted into the length", OF_FLASH_ATTN,
-        "cache_seqlens = cache_seqlens - cache_leftpad", "cache_seqlens = cache_seqlens - 0",
+        "used = used - cache_leftpad", "used = used - 0",
         f"{IN_FLASH_ATTN}test_kvcache", "left and padding and 2", "not close",
     ),
     Mutant(
