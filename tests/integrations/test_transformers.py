@@ -444,7 +444,7 @@ def test_what_is_unknown_is_refused() -> None:
     for name in unknown:
         with pytest.raises(UnsupportedProblem, match=name):
             door.attend(layer, q, k, v, None, **{name: unknown[name]})
-    with pytest.raises(InvalidType, match=r"attention_mask is .*64"):
+    with pytest.raises(InvalidType, match=r"attention_mask is .*64 .* boolean"):
         door.attend(layer, q, k, v, padding("left", 5))  # a tokenizer's
     door.attend(layer, q, k, v, None, position_ids=torch.arange(5)[None], use_cache=True, output_attentions=False)
 

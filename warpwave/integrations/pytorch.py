@@ -148,8 +148,8 @@ def _why_not(
         return "dropout_p"
     if isinstance(scale, bool) or not (scale is None or (isinstance(scale, (int, float)) and abs(scale) <= LARGEST)):
         return "the scale"
-    if not isinstance(is_causal, bool):
-        return "is_causal"
+    if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
+        return "is_causal or enable_gqa"
     if attn_mask is not None:
         if is_causal:
             return "attn_mask together with is_causal"

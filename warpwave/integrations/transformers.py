@@ -455,7 +455,10 @@ def _is_visible_or_added(mask: torch.Tensor) -> bool:
         return True
     if mask.dtype == torch.int32 and mask.dim() == 2:
         return False
-    raise InvalidType(f"attention_mask is {mask.dtype} with {mask.dim()} axes; it must be what the mask function made")
+    raise InvalidType(
+        f"attention_mask is {mask.dtype} with {mask.dim()} axes; it must be boolean (True = visible), a float that is "
+        "added to the scores, or what the mask function made"
+    )
 
 
 def _check(others: Mapping[str, Any]) -> None:
