@@ -490,6 +490,9 @@ def test_names_that_transformers_interprets_are_refused() -> None:
     for name in ("warpwave_flash", "org/warpwave", "eager", "sdpa", "paged|warpwave", ""):
         with pytest.raises(InvalidInput, match="name is"):
             door.register(name)
+    number: Any = 5
+    with pytest.raises(InvalidType, match="name is 5"):
+        door.register(number)
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,11 @@ INTEGRATIONS = [
         f"{IN_FLASH_ATTN}test_kvcache", "left and padding and 2", "not close",
     ),
     Mutant(
+        "flash_attn: one length for all sequences", OF_FLASH_ATTN,
+        "not in caches.DTYPES[name] or len(tensor) != batch)", "not in caches.DTYPES[name])",
+        f"{IN_FLASH_ATTN}test_errors_name_the_arguments_of_the_caller", "", "DID NOT RAISE",
+    ),
+    Mutant(
         "transformers: a window of one key too many", OF_TRANSFORMERS,
         "Pattern(True, (left - 1, -1)) if", "Pattern(True, (left, -1)) if",
         f"{IN_TRANSFORMERS}test_logits_and_gradients", "Mistral", "not close", needs_package="transformers",

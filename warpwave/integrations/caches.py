@@ -30,7 +30,7 @@ def wrong_argument(
     function: str, given: Mapping[str, tuple[Any, str]], names: Mapping[str, str]
 ) -> InvalidInput | InvalidType | None:
     """Returns the error of the first tensor of a refused call that does not fit, under its caller's name; None if all
-    fit. The core checks every call, and knows these arguments under other names.
+    fit. The core checks every call, but its messages name its own arguments.
 
     Args:
         function: the caller's function, for messages.

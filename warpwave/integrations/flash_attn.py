@@ -182,7 +182,7 @@ def packed(
 
 def _check_each_sequence(function: str, batch: int, names: Mapping[str, str], **given: torch.Tensor | None) -> None:
     """Raises InvalidInput or InvalidType if an argument with one entry for each sequence has another number of them, or
-    another dtype. Such arguments are computed with before the core checks the results."""
+    another dtype. These arguments enter arithmetic that would broadcast or convert them before the core's checks."""
     for name, tensor in given.items():
         if tensor is not None and (tensor.dtype not in caches.DTYPES[name] or len(tensor) != batch):
             allowed, said = " or ".join(map(str, caches.DTYPES[name])), names.get(name, name)
