@@ -281,8 +281,10 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
     assert warmup([], DEVICE) == 0
     with pytest.raises(InvalidInput, match="workers is 0; it must be at least 1"):
         warmup(problems, DEVICE, workers=0)
-    with pytest.raises(TypeError, match="problems is an AttentionProblem"):
-        warmup(problems[0], DEVICE)  # type: ignore[arg-type]
+    wrong: Any
+    for wrong in (problems[0], None, 5):
+        with pytest.raises(TypeError, match=f"problems is of type {type(wrong).__name__}; it must be a sequence"):
+            warmup(wrong, DEVICE)
     if not torch.cuda.is_available():
         with pytest.raises(InvalidInput, match="there is no GPU"):
             warmup(problems)

@@ -473,10 +473,10 @@ def warmup(
         UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
         InvalidInput: `workers` is not positive, no call can have an option or a problem, or the device is a GPU and
             there is none.
-        InvalidType: `problems` is a single problem, or `workers` is not an integer.
+        InvalidType: `problems` is no sequence, such as a single problem, or `workers` is not an integer.
     """
-    if isinstance(problems, AttentionProblem):
-        raise InvalidType("problems is an AttentionProblem; it must be a sequence of them")
+    if isinstance(problems, AttentionProblem) or not isinstance(problems, Iterable):
+        raise InvalidType(f"problems is of type {type(problems).__name__}; it must be a sequence of AttentionProblem")
     unknown = options.keys() - {"kernel", "config", "num_splits"}
     if unknown:
         raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")

@@ -17,7 +17,7 @@ import torch
 
 import warpwave
 from warpwave import UnsupportedProblem
-from warpwave.integrations import caches, flash_attn, flash_attn_3, flash_attn_4
+from warpwave.integrations import caches, flash_attn, flash_attn_3, flash_attn_4, pytorch
 
 # Lengths of its tests, and head sizes; `full` runs all of them, `make test` a few.
 LENGTHS = [
@@ -490,7 +490,7 @@ def test_new_tokens_beyond_the_cache_are_not_written(used: int) -> None:
     q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 3, 2, 16)
     lengths = torch.tensor([used, 7], dtype=torch.int32)
     flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
-    with pytest.raises(warpwave.InvalidType, match=r"v_new is torch.float16 and the cache torch.float32"):
+    with pytest.raises(warpwave.InvalidType, match=r"v is torch.float16 and q torch.float32"):
         flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v.half(), cache_seqlens=lengths, causal=True)
     fitting = min(3, 64 - used)
     for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
@@ -682,6 +682,81 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
     with pytest.raises(warpwave.InvalidType, match=r"cache_seqlens is .*int64"):
         two(*cache, cache_seqlens=torch.tensor([1, 2]))
     assert not cache[1].any()  # nothing was written
+
+
+def test_errors_name_the_arguments_of_the_caller() -> None:
+    """Also where warpwave's own call has the argument under another name, or torch would fail or broadcast first."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    q, cu = torch.randn(2, 3, 4, 16), ints(0, 3, 6)
+    stored, new, pool = torch.zeros(2, 2, 16, 2, 16), torch.randn(2, 3, 2, 16), torch.zeros(4, 8, 2, 16)
+    flat, keys, table = q.flatten(0, 1), torch.randn(8, 2, 16), ints(0, 1, 2, 3).view(2, 2)
+    cache: dict[str, Any] = {"q": q, "k_cache": stored[0], "v_cache": stored[1], "cache_seqlens": ints(5, 9)}
+    appended = cache | {"k": new, "v": new}
+    turned = appended | dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(16, 4)) | {"causal": True}
+    paged = {"q": q, "k_cache": pool, "v_cache": pool, "cache_seqlens": ints(5, 9)}
+    packed = appended | {"q": flat, "k": new.flatten(0, 1), "v": new.flatten(0, 1), "cu_seqlens_q": cu}
+    varlen = {"q": flat, "k": keys, "v": keys, "cu_seqlens_q": cu, "cu_seqlens_k": ints(0, 4, 8), "max_seqlen_q": 3,
+              "max_seqlen_k": 4}  # fmt: skip
+    pages = varlen | {"k": pool, "v": pool}
+    torchs = {"query": flat, "key": keys, "value": keys, "cu_seq_q": cu, "cu_seq_k": ints(0, 4, 8), "max_q": 3,
+              "max_k": 4, "enable_gqa": True, "seqused_k": ints(4, 4)}  # fmt: skip
+    two, three = flash_attn.flash_attn_with_kvcache, flash_attn_3.flash_attn_with_kvcache
+    varlen_2, varlen_3 = flash_attn.flash_attn_varlen_func, flash_attn_3.flash_attn_varlen_func
+    varlen_4, varlen_of_torch = flash_attn_4.flash_attn_varlen_func, pytorch.varlen_attn
+    wrong: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [  # a call, what is changed, the message
+        (two, cache, {"k_cache": None}, "k_cache is a NoneType"),
+        (two, cache, {"v_cache": stored[1, :, :8]}, "v_cache has .* so its length is 8"),
+        (two, cache, {"cache_seqlens": ints(5)}, r"cache_seqlens has .* so its batch is 1; q has batch 2"),
+        (two, cache, {"cache_leftpad": ints(1, 1, 1)}, "cache_leftpad has .* so its batch is 3"),
+        (two, cache, {"cache_seqlens": ints(5), "cache_leftpad": ints(1, 1)}, "cache_seqlens has .* batch is 1"),
+        (two, cache, {"cache_batch_idx": ints(1)}, "cache_batch_idx has .* batch is 1"),
+        (two, cache, {"k_cache": stored[0, :1], "v_cache": stored[1, :1]}, "q has 2 sequences and k_cache 1 rows"),
+        (two, appended, {"v": new.half()}, "v is torch.float16 and q torch.float32"),
+        (two, appended, {"k": new[:, :, :1]}, "k has .* so its num_heads_kv is 1; k_cache has num_heads_kv 2"),
+        (two, appended, {"v": new.to("meta")}, "v is on meta"),
+        (two, turned, {"rotary_cos": torch.ones(16, 4).long()}, "rotary_cos is torch.int64"),
+        (two, turned, {"rotary_sin": torch.ones(16, 3)}, "rotary_sin has .* so its rotary_dim/2 is 3"),
+        (two, paged, {"block_table": table[:1]}, "block_table has .* so its batch is 1"),
+        (two, paged, {"block_table": table.long()}, "block_table is torch.int64"),
+        (three, paged, {"page_table": torch.cat([table, table])}, "page_table has .* so its batch is 4"),
+        (three, packed, {"cu_seqlens_q": cu[:0]}, r"cu_seqlens_q is empty; it must hold batch \+ 1 offsets"),
+        (three, packed, {"cache_seqlens": ints(5)}, "cache_seqlens has .* so its batch is 1; cu_seqlens_q has batch 2"),
+        (three, packed, {"q": None}, "q is a NoneType"),
+        (varlen_2, pages, {"block_table": table[:1]}, "block_table has .* so its batch is 1"),
+        (varlen_2, pages, {"block_table": table, "cu_seqlens_q": cu[:2]}, r"cu_seqlens_k has .* batch\+1 is 3"),
+        (varlen_2, pages, {"block_table": table, "cu_seqlens_k": cu.long()}, "cu_seqlens_k is torch.int64"),
+        (varlen_3, varlen, {"seqused_k": ints(4)}, "seqused_k has .* so its batch is 1"),
+        (varlen_3, varlen, {"seqused_k": ints(4, 4), "cu_seqlens_k": ints(0, 1, 1).bool()}, "cu_seqlens_k is torch.bo"),
+        (varlen_3, varlen, {"seqused_k": ints(4, 4), "v": None}, "v is a NoneType"),
+        (varlen_4, varlen, {"k": None, "max_seqlen_k": None}, "k is a NoneType"),
+        (varlen_4, pages, {"page_table": "x"}, "page_table is a str"),
+        (varlen_4, {"q": q, "k": stored[0], "v": stored[1]}, {"seqused_k": ints(4)}, "seqused_k has .* batch is 1"),
+        (varlen_of_torch, torchs, {"key": None}, "key is a NoneType"),
+        (varlen_of_torch, torchs, {"value": keys.half()}, "value is torch.float16 and query torch.float32"),
+        (varlen_of_torch, torchs, {"cu_seq_k": None}, "cu_seq_k is None"),
+        (varlen_of_torch, torchs, {"max_k": "x"}, "max_k is 'x'"),
+        (flash_attn.flash_attn_qkvpacked_func, {}, {"qkv": None}, "qkv is a NoneType"),
+        (flash_attn.flash_attn_kvpacked_func, {"q": q}, {"kv": [1]}, "kv is a list"),
+        (flash_attn_3.flash_attn_qkvpacked_func, {"qkv": q}, {"num_heads_q": "x"}, "num_heads_q is 'x'"),
+    ]  # fmt: skip
+    for function, good, change, text in wrong:
+        with pytest.raises((warpwave.InvalidInput, warpwave.InvalidType), match=text):
+            function(**good | change)
+    assert not stored.any()
+
+
+def test_new_tokens_of_a_sequence_that_begins_after_its_end_are_not_written() -> None:
+    k_cache, v_cache = torch.zeros(2, 2, 32, 2, 16)
+    new, ints = torch.ones(2, 3, 2, 16), functools.partial(torch.tensor, dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(
+        torch.randn(2, 3, 4, 16), k_cache, v_cache, new, new, cache_seqlens=ints([10, 12]),
+        cache_leftpad=ints([40, 2]), causal=True,
+    )  # fmt: skip
+    assert not out[0].any() and not k_cache[0].any() and not v_cache[0].any()
+    assert k_cache[1].any(dim=(1, 2)).nonzero().flatten().tolist() == [12, 13, 14]
 
 
 def test_dropout_of_every_training_function() -> None:

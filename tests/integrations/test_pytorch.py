@@ -219,8 +219,10 @@ def test_an_invalid_call_gets_torchs_error() -> None:
         with pytest.raises(type(theirs.value)) as mine:
             pytorch.scaled_dot_product_attention(*given, **options)
         assert str(mine.value) == str(theirs.value)
-    with pytest.raises(TypeError, match="must be bool, not int"):
-        pytorch.scaled_dot_product_attention(q, k, v, is_causal=1)  # type: ignore[arg-type]
+    numbers: list[dict[str, Any]] = [{"is_causal": 1}, {"enable_gqa": 1}]
+    for number in numbers:
+        with pytest.raises(TypeError, match="must be bool, not int"):
+            pytorch.scaled_dot_product_attention(q, k, v, **number)
 
 
 # Routing --------------------------------------------------------------------------------------------------------------

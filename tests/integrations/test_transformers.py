@@ -444,7 +444,7 @@ def test_what_is_unknown_is_refused() -> None:
     for name in unknown:
         with pytest.raises(UnsupportedProblem, match=name):
             door.attend(layer, q, k, v, None, **{name: unknown[name]})
-    with pytest.raises(InvalidType, match=r"attention_mask is .*64"):
+    with pytest.raises(InvalidType, match=r"attention_mask is .*64 .* boolean"):
         door.attend(layer, q, k, v, padding("left", 5))  # a tokenizer's
     door.attend(layer, q, k, v, None, position_ids=torch.arange(5)[None], use_cache=True, output_attentions=False)
 
@@ -490,6 +490,9 @@ def test_names_that_transformers_interprets_are_refused() -> None:
     for name in ("warpwave_flash", "org/warpwave", "eager", "sdpa", "paged|warpwave", ""):
         with pytest.raises(InvalidInput, match="name is"):
             door.register(name)
+    number: Any = 5
+    with pytest.raises(InvalidType, match="name is 5"):
+        door.register(number)
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

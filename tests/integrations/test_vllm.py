@@ -147,8 +147,9 @@ class Requests:
         self.table = torch.randperm(40)[: 5 * len(lengths)].view(-1, 5).int()
         self.done = [0] * len(lengths)
 
-    def step(self, counts: list[int], padding: int = 0) -> tuple[Any, list[torch.Tensor]]:
-        """vLLM's metadata of a step that computes so many tokens of each request, and its q, k, v by token."""
+    def step(self, counts: list[int], padding: int = 0, idle: int = 0) -> tuple[Any, list[torch.Tensor]]:
+        """vLLM's metadata of a step that computes so many tokens of each request, and its q, k, v by token. `idle`
+        requests without tokens pad a graph's batch, and `padding` tokens its rows."""
         spans = [slice(begin, begin + count) for begin, count in zip(self.done, counts, strict=True)]
         parts = [torch.cat([t[span] for t, span in zip(of, spans, strict=True)]) for of in (self.q, self.k, self.v)]
         slots = []
@@ -157,13 +158,16 @@ class Requests:
             slots.append(self.table[row][positions // PAGE].long() * PAGE + positions % PAGE)
         self.done = [span.stop for span in spans]
         pad = [torch.zeros(padding, *t.shape[1:]) for t in parts]
-        offsets = torch.tensor([0, *counts]).cumsum(0)
+        offsets = torch.tensor([0, *counts, *[0] * idle]).cumsum(0)
+        table = torch.cat([self.table, torch.zeros(idle, 5, dtype=torch.int32)])
+        for row, span in enumerate(spans):  # no page is read past a request's length
+            table[row, -(-span.stop // PAGE) :] = -1 if row % 2 else 2**31 - 1
         kind: Any = getattr(sys.modules[BACKEND], "CommonAttentionMetadata", SimpleNamespace)
         common = kind(
-            num_reqs=len(counts), num_actual_tokens=sum(counts) + padding, max_query_len=max(counts), causal=True,
-            max_seq_len=max(self.done), query_start_loc=offsets.int(), query_start_loc_cpu=offsets.int(),
-            seq_lens=torch.tensor(self.done, dtype=torch.int32), block_table_tensor=self.table,
-            slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]),
+            num_reqs=len(counts) + idle, num_actual_tokens=sum(counts) + padding, max_query_len=max(counts),
+            causal=True, max_seq_len=max(self.done), query_start_loc=offsets.int(),
+            query_start_loc_cpu=offsets.int(), seq_lens=torch.tensor([*self.done, *[0] * idle], dtype=torch.int32),
+            block_table_tensor=table, slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]),
         )  # fmt: skip
         return common, [torch.cat(pair) for pair in zip(parts, pad, strict=True)]
 
@@ -187,13 +191,14 @@ def builder() -> Any:
 @pytest.mark.parametrize("by_head", [True, False], ids=["by head", "by token"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_steps_of_prefill_and_decode(options: str, by_head: bool, host: str) -> None:
-    """A prefill, a step of chunks beside decodes, decodes alone, with rows that pad a graph's batch."""
+    """A prefill, a step of chunks beside decodes, decodes alone, with rows and requests that pad a graph's batch."""
     vllms, mine = OPTIONS[options]
     requests = Requests([50, 23, 37, 19], by_head)
     layer = door.Backend.get_impl_cls()(HEADS, WIDTH, 0.3, HEADS_KV, **vllms)
-    for counts, padding in (([30, 20, 16, 1], 0), ([17, 1, 20, 15], 3), ([1, 1, 1, 1], 0)):
+    steps = (([30, 20, 16, 1], 0, 0), ([17, 1, 19, 14], 3, 0), ([1, 1, 1, 1], 0, 0), ([1, 1, 1, 1], 2, 2))
+    for counts, padding, idle in steps:
         before = list(requests.done)
-        common, (q, k, v) = requests.step(counts, padding)
+        common, (q, k, v) = requests.step(counts, padding, idle)
         metadata = builder().build(0, common)
         layer.do_kv_cache_update(LAYER, k, v, requests.cache, common.slot_mapping)
         output = torch.full((len(q), HEADS, WIDTH), torch.nan)
@@ -207,6 +212,7 @@ def test_steps_of_prefill_and_decode(options: str, by_head: bool, host: str) -> 
             )  # fmt: skip
             torch.testing.assert_close(output[begin : begin + count], expected[0])
             begin += count
+        assert not output[begin : begin + idle].any()
 
 
 @pytest.mark.parametrize("by_head", [True, False], ids=["by head", "by token"])
@@ -227,10 +233,14 @@ def test_an_fp8_cache(by_head: bool, host: str) -> None:
         layer.forward(scales, q, k, v, cache, builder().build(0, common), output=output)
         begin = 0
         for row, (done, count) in enumerate(zip(before, counts, strict=True)):
+            # Read back: Triton's interpreter rounds to float8 without carrying into the exponent.
+            at = torch.arange(done + count)
+            pages, cells = requests.table[row].long()[at // PAGE], at % PAGE
             keys, values = (
-                (of[row][None, : done + count].float() / scale).to(torch.float8_e4m3fn).float() * scale
-                for of, scale in ((requests.k, scales._k_scale), (requests.v, scales._v_scale))
+                of[pages, cells][None].float() * scale
+                for of, scale in zip(layer._pages(cache), (scales._k_scale, scales._v_scale), strict=True)
             )
+            torch.testing.assert_close(values[0, -1], requests.v[row][done + count - 1].float(), rtol=0.5, atol=0.02)
             asked = requests.q[row][None, done : done + count].float()
             expected = warpwave.attention(asked, keys, values, causal=True, softmax_scale=0.3)
             torch.testing.assert_close(output[begin : begin + count].float(), expected[0], rtol=2e-3, atol=2e-3)
@@ -361,8 +371,9 @@ def test_what_the_backend_takes(host: str) -> None:
             "device_capability": (9, 0), "attn_type": "decoder", "has_sliding_window": True,
         }  # fmt: skip
         assert backend.validate_configuration(**plain) == []
-        refused = {"kv_cache_dtype": "fp8", "use_mla": True, "use_dcp": True, "attn_type": "encoder", "block_size": 8,
-                   "use_non_causal": True, "use_batch_invariant": True, "dtype": torch.float32}  # fmt: skip
+        refused = {"kv_cache_dtype": "fp8_e5m2", "use_mla": True, "use_dcp": True, "attn_type": "encoder",
+                   "block_size": 8, "use_non_causal": True, "use_batch_invariant": True,
+                   "dtype": torch.float32}  # fmt: skip
         for name, value in refused.items():
             assert backend.validate_configuration(**plain | {name: value}), name
 

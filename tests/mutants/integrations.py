@@ -48,8 +48,13 @@ INTEGRATIONS = [
     ),
     Mutant(
         "flash_attn: left padding counted into the length", OF_FLASH_ATTN,
-        "cache_seqlens = cache_seqlens - cache_leftpad", "cache_seqlens = cache_seqlens - 0",
+        "used = used - cache_leftpad", "used = used - 0",
         f"{IN_FLASH_ATTN}test_kvcache", "left and padding and 2", "not close",
+    ),
+    Mutant(
+        "flash_attn: one length for all sequences", OF_FLASH_ATTN,
+        "not in caches.DTYPES[name] or len(tensor) != batch)", "not in caches.DTYPES[name])",
+        f"{IN_FLASH_ATTN}test_errors_name_the_arguments_of_the_caller", "", "DID NOT RAISE",
     ),
     Mutant(
         "transformers: a window of one key too many", OF_TRANSFORMERS,

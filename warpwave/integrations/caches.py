@@ -3,14 +3,77 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from warpwave.errors import InvalidInput
+from warpwave.checks import bind_axes
+from warpwave.errors import InvalidInput, InvalidType
 from warpwave.runtime.bounded import Bounded
 
 MAX_TABLES = 256
 _tables: Bounded[tuple[int, int, int, torch.device], torch.Tensor] = Bounded(MAX_TABLES)
+
+INT32, FLOATS = (torch.int32,), (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Arguments, by FlashAttention-2's names, whose dtype is not that of q.
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_seqlens", "cache_leftpad"), INT32),
+    "block_table": INT32,
+    "cache_batch_idx": (torch.int32, torch.int64),
+    "rotary_cos": FLOATS,
+    "rotary_sin": FLOATS,
+}
+
+
+def wrong_argument(
+    function: str, given: Mapping[str, tuple[Any, str]], names: Mapping[str, str]
+) -> InvalidInput | InvalidType | None:
+    """Returns the error of the first tensor of a refused call that does not fit, under its caller's name; None if all
+    fit. The core checks every call, but its messages name its own arguments.
+
+    Args:
+        function: the caller's function, for messages.
+        given: argument, by FlashAttention-2's name -> (its value, the names of its axes). The first is q. Offsets,
+            whose axis is "batch+1", come before what has the axis "batch".
+        names: argument -> the caller's name of it, where that differs.
+    """
+    try:
+        _check_tensors(function, given, names)
+    except (InvalidInput, InvalidType) as error:
+        return error
+    return None
+
+
+def _check_tensors(function: str, given: Mapping[str, tuple[Any, str]], names: Mapping[str, str]) -> None:
+    axes: dict[str, tuple[int, str]] = {}
+    q = given["q"][0]
+    for name, (tensor, pattern) in given.items():
+        said = names.get(name, name)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidType(f"{function}: {said} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise InvalidType(f"{function}: {said} is a sparse or nested tensor; it must be a plain strided one")
+        if name in DTYPES:
+            if tensor.dtype not in DTYPES[name]:
+                allowed = " or ".join(map(str, DTYPES[name]))
+                raise InvalidType(f"{function}: {said} is {tensor.dtype}; it must be {allowed}")
+        elif tensor.dtype != q.dtype:
+            of_q = names.get("q", "q")
+            raise InvalidType(f"{function}: {said} is {tensor.dtype} and {of_q} {q.dtype}; they must share one dtype")
+        if tensor.device != q.device:
+            raise InvalidInput(f"{function}: {said} is on {tensor.device}; it must be on {q.device}, as all tensors")
+        bind_axes(said, tensor, pattern, axes)
+        if pattern == "batch+1":
+            if not len(tensor):
+                raise InvalidInput(f"{function}: {said} is empty; it must hold batch + 1 offsets, the first of them 0")
+            axes["batch"] = len(tensor) - 1, said
+    (batch, of_batch), (rows, of_rows) = axes["batch"], axes.get("cache_rows", (0, ""))
+    if of_rows and "cache_batch_idx" not in given and batch > rows:
+        raise InvalidInput(
+            f"{function}: {of_batch} has {batch} sequences and {of_rows} {rows} rows; without cache_batch_idx, "
+            "sequence b is row b"
+        )
 
 
 def contiguous(
@@ -88,5 +151,5 @@ def tokens(k: torch.Tensor, v: torch.Tensor, begin: torch.Tensor, longest: int) 
     """
     if not len(k):  # a pool must have a page
         k, v = k.new_zeros((1, *k.shape[1:])), v.new_zeros((1, *v.shape[1:]))
-    following = torch.arange(max(1, longest), dtype=torch.int32, device=k.device)
+    following = torch.arange(max(1, min(longest, len(k))), dtype=torch.int32, device=k.device)
     return k[:, None], v[:, None], (begin[:, None] + following).clamp(max=max(0, len(k) - 1))

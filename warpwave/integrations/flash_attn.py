@@ -13,6 +13,8 @@ float32, the natural logarithm, (batch, num_heads, seqlen_q), packed (num_heads,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ __all__ = [
 
 Window = tuple[int | None, int | None]
 UNLIMITED: Window = (-1, -1)
+SAME: Mapping[str, str] = MappingProxyType({})  # the caller's names are FlashAttention-2's
 
 
 # What the three versions share ----------------------------------------------------------------------------------------
@@ -47,7 +50,7 @@ def options(
     window_size: Window,
     softcap: float | None,
     alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Returns these arguments in the form of warpwave's calls."""
     try:
@@ -58,15 +61,15 @@ def options(
     if not (asked is None or isinstance(asked, int | torch.Tensor) or type(asked).__name__ == "bool"):
         raise InvalidType(f"causal is {causal!r}; it must be True or False")  # NumPy's class is named bool, too
     cap = 0.0 if softcap is None else as_float("softcap", softcap)
-    if sinks is not None and not isinstance(sinks, torch.Tensor):
-        raise InvalidType(f"the sinks are a {type(sinks).__name__}; they must be a torch.Tensor")
+    if learnable_sink is not None:
+        check_is_tensor("learnable_sink", learnable_sink)
     return {
         "softmax_scale": softmax_scale,
         "causal": bool(causal),
         "window_size": (left, right),
         "softcap": 0.0 if cap < 0 else cap,
         "alibi_slopes": alibi_slopes,
-        "sinks": None if sinks is None else sinks.float(),
+        "sinks": None if learnable_sink is None else learnable_sink.float(),
     }
 
 
@@ -80,6 +83,7 @@ def for_training(deterministic: bool, dropout_p: float = 0.0, returns_probabilit
     Raises:
         UnsupportedProblem: the probabilities of a call with dropout, which warpwave never holds in memory.
     """
+    dropout_p = as_float("dropout_p", dropout_p)
     if dropout_p and returns_probabilities:
         raise UnsupportedProblem(
             f"return_attn_probs was given with dropout_p {dropout_p}; warpwave returns no probabilities", {},
@@ -96,6 +100,12 @@ def host_int(name: str, value: Any) -> int:
     return number
 
 
+def check_is_tensor(name: str, value: Any) -> None:
+    """Raises InvalidType if an argument whose shape is read before warpwave's call is not a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidType(f"{name} is a {type(value).__name__}; it must be a torch.Tensor")
+
+
 def refuse(function: str, **given: Any) -> None:
     """Raises UnsupportedProblem for the first of these arguments that is given: warpwave's calls do not have them."""
     for name, value in given.items():
@@ -110,7 +120,7 @@ def packed(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: Any,
-    longest: tuple[int, int],
+    longest: tuple[Any, Any],
     said: dict[str, Any],
     training: dict[str, Any],
     *,
@@ -118,10 +128,17 @@ def packed(
     table: torch.Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
+    names: Mapping[str, str] = SAME,
 ) -> Any:
     """Computes a packed call, on a paged cache if there is a table. With seqused_k or a table it has neither gradients
-    nor dropout."""
-    longest = (host_int("max_seqlen_q", longest[0]), host_int("max_seqlen_k", longest[1]))
+    nor dropout.
+
+    Args:
+        longest: max_seqlen_q and max_seqlen_k; on a paged cache a max_seqlen_k of 0 is the table's capacity.
+        names: argument, by FlashAttention-2's name -> the caller's name of it, for messages.
+    """
+    most = names.get("max_seqlen_q", "max_seqlen_q"), names.get("max_seqlen_k", "max_seqlen_k")
+    longest = (host_int(most[0], longest[0]), host_int(most[1], longest[1]))
     if seqused_k is None and table is None:
         return attention_varlen(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0],
@@ -131,17 +148,57 @@ def packed(
         raise UnsupportedProblem(
             f"{function}: dropout_p is {training['dropout_p']}; calls on a cache have no dropout", {}, "dropout_p=0.0"
         )
-    _check_tensors(function, seqused_k=(seqused_k, 1), cu_seqlens_k=(cu_seqlens_k, 1), block_table=(table, 2))
     if cu_seqlens_k is None and (seqused_k is None or table is None):
-        raise InvalidInput(f"{function}: cu_seqlens_k is None; the lengths of the keys must be given")
-    used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    if table is None:
-        k, v, table = caches.tokens(k, v, cu_seqlens_k[:-1], longest[1])
-    layer = CacheLayer(k, v, table, used.contiguous())
-    return attention_with_kv_cache(
-        q, layer, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest[0], max_seqlen_k=longest[1],
-        num_splits=num_splits or None, return_lse=return_lse, **said,
-    )  # fmt: skip
+        of_keys = names.get("cu_seqlens_k", "cu_seqlens_k")
+        raise InvalidInput(f"{function}: {of_keys} is None; the lengths of the keys must be given")
+    try:
+        _check_each_sequence(
+            function, len(cu_seqlens_q) - 1, names,
+            seqused_k=seqused_k, block_table=table, cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k[1:],
+        )  # fmt: skip
+        used = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        if table is None:
+            k_pages, v_pages, pages = caches.tokens(k, v, cu_seqlens_k[:-1], longest[1])
+        else:
+            k_pages, v_pages, pages = k, v, table.contiguous()
+        return attention_with_kv_cache(
+            q, CacheLayer(k_pages, v_pages, pages, used.contiguous()), cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=longest[0], max_seqlen_k=longest[1], num_splits=num_splits or None, return_lse=return_lse,
+            **said,
+        )  # fmt: skip
+    except Exception:
+        keys = "total_k" if table is None else "num_pages page_size"
+        required: dict[str, tuple[Any, str]] = {
+            "q": (q, "total_q num_heads_q head_dim"), "k": (k, f"{keys} num_heads_kv head_dim"),
+            "v": (v, f"{keys} num_heads_kv head_dim_v"), "cu_seqlens_q": (cu_seqlens_q, "batch+1"),
+        }  # fmt: skip
+        others = {
+            "cu_seqlens_k": (cu_seqlens_k, "batch+1"), "seqused_k": (seqused_k, "batch"),
+            "block_table": (table, "batch pages_of_a_sequence"),
+        }  # fmt: skip
+        _raise_wrong_argument(function, required, others, names)
+        raise
+
+
+def _check_each_sequence(function: str, batch: int, names: Mapping[str, str], **given: torch.Tensor | None) -> None:
+    """Raises InvalidInput or InvalidType if an argument with one entry for each sequence has another number of them, or
+    another dtype. These arguments enter arithmetic that would broadcast or convert them before the core's checks."""
+    for name, tensor in given.items():
+        if tensor is not None and (tensor.dtype not in caches.DTYPES[name] or len(tensor) != batch):
+            allowed, said = " or ".join(map(str, caches.DTYPES[name])), names.get(name, name)
+            wrong = InvalidInput if tensor.dtype in caches.DTYPES[name] else InvalidType
+            raise wrong(
+                f"{function}: {said} is {tensor.dtype} of {len(tensor)} sequences; it must be {allowed} of {batch}"
+            )
+
+
+def _raise_wrong_argument(
+    function: str, required: dict[str, tuple[Any, str]], others: dict[str, tuple[Any, str]], names: Mapping[str, str]
+) -> None:
+    """Raises the error of a refused call's first tensor that does not fit; returns if all do (caches.py)."""
+    given = required | {name: other for name, other in others.items() if other[0] is not None}
+    if (wrong := caches.wrong_argument(function, given, names)) is not None:
+        raise wrong from None
 
 
 def with_kvcache(
@@ -162,11 +219,65 @@ def with_kvcache(
     max_seqlen_q: int | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
+    names: Mapping[str, str] = SAME,
 ) -> Any:
-    """Computes a call on a cache, contiguous or paged, after appending k and v to it in place."""
-    _check_cache(function, q, k, v, rotary, cache_seqlens, cache_batch_idx, cache_leftpad, table, said, cu_seqlens_q)
-    _check_tensors(function, k_cache=(k_cache, 4), v_cache=(v_cache, 4))
-    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    """Computes a call on a cache, contiguous or paged, after appending k and v to it in place.
+
+    Args:
+        max_seqlen_q: with cu_seqlens_q: the most queries of a sequence; all of q if None.
+        names: argument, by FlashAttention-2's name -> the caller's name of it, for messages.
+    """
+    try:
+        return _with_kvcache(
+            function, q, k_cache, v_cache, k, v, rotary, cache_seqlens, cache_batch_idx, cache_leftpad, table, said,
+            cu_seqlens_q, max_seqlen_q, num_splits, return_lse, names,
+        )  # fmt: skip
+    except Exception:
+        tokens = "batch seqlen_q" if cu_seqlens_q is None else "total_q"
+        new = "batch seqlen_new" if cu_seqlens_q is None else "total_q"
+        cells = "cache_rows length" if table is None else "num_pages page_size"
+        required: dict[str, tuple[Any, str]] = {
+            "q": (q, f"{tokens} num_heads_q head_dim"), "k_cache": (k_cache, f"{cells} num_heads_kv head_dim"),
+            "v_cache": (v_cache, f"{cells} num_heads_kv head_dim_v"),
+        }  # fmt: skip
+        others = {
+            "cu_seqlens_q": (cu_seqlens_q, "batch+1"),
+            "k": (k, f"{new} num_heads_kv head_dim"), "v": (v, f"{new} num_heads_kv head_dim_v"),
+            "cache_seqlens": (cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None, "batch"),
+            "cache_leftpad": (cache_leftpad, "batch"), "cache_batch_idx": (cache_batch_idx, "batch"),
+            "block_table": (table, "batch pages_of_a_sequence"),
+            "rotary_cos": (rotary[0], "positions rotary_dim/2"), "rotary_sin": (rotary[1], "positions rotary_dim/2"),
+        }  # fmt: skip
+        _raise_wrong_argument(function, required, others, names)
+        raise
+
+
+def _with_kvcache(
+    function: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None,
+    v: torch.Tensor | None, rotary: tuple[torch.Tensor | None, torch.Tensor | None, bool],
+    cache_seqlens: int | torch.Tensor | None, cache_batch_idx: torch.Tensor | None, cache_leftpad: torch.Tensor | None,
+    table: torch.Tensor | None, said: dict[str, Any], cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int | None,
+    num_splits: int | None, return_lse: bool, names: Mapping[str, str],
+) -> Any:  # fmt: skip
+    if (k is None) != (v is None):
+        raise InvalidInput(f"{function}: one of k and v is None; both are appended to the cache, or neither")
+    if table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        raise UnsupportedProblem(
+            f"{function}: a page table was given with cache_batch_idx or cache_leftpad", {}, "rows of the page table"
+        )
+    cos, sin, interleaved = rotary
+    if cos is not None or sin is not None:
+        _check_rotary(function, q, k, cos, sin, cache_leftpad, said, cu_seqlens_q)
+    if cu_seqlens_q is None:
+        batch = len(q)
+    else:
+        batch = len(cu_seqlens_q) - 1
+        max_seqlen_q = len(q) if max_seqlen_q is None else host_int("max_seqlen_q", max_seqlen_q)
+    used = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
+    _check_each_sequence(
+        function, batch, names,
+        cache_seqlens=used, cache_leftpad=cache_leftpad, cache_batch_idx=cache_batch_idx, block_table=table,
+    )  # fmt: skip
     if table is None:
         size = None if cache_leftpad is None else 1  # one-token pages: a sequence may begin anywhere
         k_pages, v_pages, table = caches.contiguous(k_cache, v_cache, size)
@@ -178,27 +289,25 @@ def with_kvcache(
             table = table.gather(1, torch.where(inside, cells, 0)).where(inside, -1)
     else:
         k_pages, v_pages = k_cache, v_cache
-    capacity = table.shape[1] * k_pages.shape[1]
-    if not isinstance(cache_seqlens, torch.Tensor):
-        length = capacity if cache_seqlens is None else as_int("cache_seqlens", cache_seqlens)
+    if used is None:
+        capacity, lengths = table.shape[1] * k_pages.shape[1], names.get("cache_seqlens", "cache_seqlens")
+        length = capacity if cache_seqlens is None else as_int(lengths, cache_seqlens)
         # Of packed tokens, some sequence has at least the mean.
         new = 0 if k is None else k.shape[1] if cu_seqlens_q is None else -(-len(k) // max(1, batch))
         if not 0 <= length <= capacity - new:
             raise InvalidInput(
-                f"{function}: cache_seqlens is {length} (None: all of the cache) and k has {new} tokens of a sequence; "
-                f"the cache has room for {capacity}"
+                f"{function}: {lengths} is {length} (None: all of the cache) and k has {new} tokens of a sequence; the "
+                f"cache has room for {capacity}"
             )
-        if rotary[0] is not None and length + new > len(rotary[0]):
+        if cos is not None and length + new > len(cos):
             raise InvalidInput(
-                f"{function}: rotary_cos has {len(rotary[0])} positions; a sequence will have {length + new} tokens"
+                f"{function}: rotary_cos has {len(cos)} positions; a sequence will have {length + new} tokens"
             )
-        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+        used = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if cache_leftpad is not None:
-        cache_seqlens = cache_seqlens - cache_leftpad
-    used = cache_seqlens
+        used = used - cache_leftpad
     if k is not None:
-        used = cache_seqlens + (k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())
-    cos, sin, interleaved = rotary
+        used = used + (k.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())
     turning = None if cos is None or sin is None else Rotary(_in_float32(cos), _in_float32(sin), interleaved)
     return attention_with_kv_cache(
         q, CacheLayer(k_pages, v_pages, table.contiguous(), used.contiguous()), k_new=k, v_new=v, rotary=turning,
@@ -207,35 +316,11 @@ def with_kvcache(
     )  # fmt: skip
 
 
-def _check_cache(
-    function: str, q: Any, k: Any, v: Any, rotary: Any, cache_seqlens: Any, cache_batch_idx: Any, cache_leftpad: Any,
-    table: Any, said: dict[str, Any], cu_seqlens_q: Any,
-) -> None:  # fmt: skip
-    axes = 4 if cu_seqlens_q is None else 3
-    if not isinstance(q, torch.Tensor):
-        raise InvalidType(f"{function}: q is a {type(q).__name__}; it must be a torch.Tensor")
-    lengths = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
-    _check_tensors(
-        function, q=(q, axes), k=(k, axes), v=(v, axes), cache_seqlens=(lengths, 1), cache_leftpad=(cache_leftpad, 1),
-        cache_batch_idx=(cache_batch_idx, 1), block_table=(table, 2), cu_seqlens_q=(cu_seqlens_q, 1),
-        rotary_cos=(rotary[0], 2), rotary_sin=(rotary[1], 2),
-    )  # fmt: skip
-    for name, tensor in (("cache_seqlens", lengths), ("cache_leftpad", cache_leftpad)):
-        if tensor is not None and tensor.dtype != torch.int32:
-            raise InvalidType(f"{function}: {name} is {tensor.dtype}; it must be torch.int32")
-    if cache_batch_idx is not None and cache_batch_idx.dtype not in (torch.int32, torch.int64):
-        raise InvalidType(f"{function}: cache_batch_idx is {cache_batch_idx.dtype}; it must be torch.int32")
-    if (k is None) != (v is None):
-        raise InvalidInput(f"{function}: one of k and v is None; both are appended to the cache, or neither")
-    if table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
-        raise UnsupportedProblem(
-            f"{function}: a page table was given with cache_batch_idx or cache_leftpad", {}, "rows of the page table"
-        )
-    cos, sin, _ = rotary
-    if (cos is None) != (sin is None):
+def _check_rotary(
+    function: str, q: Any, k: Any, cos: Any, sin: Any, cache_leftpad: Any, said: dict[str, Any], cu_seqlens_q: Any
+) -> None:
+    if cos is None or sin is None:
         raise InvalidInput(f"{function}: one of rotary_cos and rotary_sin is None")
-    if cos is None:
-        return
     if k is None:
         raise InvalidInput(f"{function}: rotary_cos was given without k and v, which it rotates")
     if cache_leftpad is not None:
@@ -251,17 +336,6 @@ def _check_cache(
         )
 
 
-def _check_tensors(function: str, **given: tuple[Any, int]) -> None:
-    """Raises InvalidType or InvalidInput if an argument is neither None nor a tensor of so many axes."""
-    for name, (value, axes) in given.items():
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise InvalidType(f"{function}: {name} is a {type(value).__name__}; it must be a torch.Tensor")
-        if value.dim() != axes:
-            raise InvalidInput(f"{function}: {name} has shape {tuple(value.shape)}; it must have {axes} axes")
-
-
 _float32 = WeakTensorKeyDictionary()  # table of rotations -> (its version, the same in float32)
 
 
@@ -270,6 +344,8 @@ def _in_float32(table: torch.Tensor) -> torch.Tensor:
     inference mode do not count their changes, so of these nothing is kept."""
     if table.dtype == torch.float32:
         return table
+    if not table.is_floating_point():
+        raise InvalidType(f"a table of rotations is {table.dtype}; it must be floating-point")
     if table.is_inference():
         return table.float()
     version, found = _float32.get(table, (None, None))
@@ -463,7 +539,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: the tokens in the cache before k: one number, or int32 (batch,); all of the cache if None.
         cache_batch_idx: integers (batch,): the row of the cache of each sequence.
         cache_leftpad: int32 (batch,): the first cell of each sequence; the cells before are hidden. It is read as
-            one-token pages, which is slower.
+            one-token pages, which is slower. Its contents are not checked: a sequence that begins after its last cell
+            has no keys, and its new tokens are not written.
         num_splits: 0 for warpwave's choice.
 
     Returns:
@@ -484,6 +561,7 @@ def flash_attn_with_kvcache(
 
 def _unpacked(name: str, tensor: torch.Tensor, count: int, axes: int) -> tuple[torch.Tensor, ...]:
     """Returns the tensors that are stacked along the third axis from the end."""
+    check_is_tensor(name, tensor)
     if tensor.dim() != axes or tensor.shape[-3] != count:
         raise InvalidInput(
             f"{name} has shape {tuple(tensor.shape)}; it must have {axes} axes, {count} long the third from the end"

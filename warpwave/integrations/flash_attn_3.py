@@ -17,13 +17,14 @@ from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations.flash_attn import (
     UNLIMITED,
     Window,
+    check_is_tensor,
     for_training,
-    host_int,
     options,
     packed,
     refuse,
     with_kvcache,
 )
+from warpwave.options import as_int
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -80,9 +81,11 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """Computes `flash_attn_func` of qkv, (batch, seqlen, 3, num_heads, head_dim), or with num_heads_q (batch, seqlen,
     num_heads_q + 2 * num_heads_kv, head_dim)."""
+    check_is_tensor("qkv", qkv)
+    num_heads_q = None if num_heads_q is None else as_int("num_heads_q", num_heads_q)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None and qkv.shape[2] > num_heads_q:
+    elif qkv.dim() == 4 and num_heads_q is not None and qkv.shape[2] > num_heads_q > 0:
         heads = (qkv.shape[2] - num_heads_q) // 2
         if num_heads_q + 2 * heads != qkv.shape[2]:
             raise InvalidInput(f"qkv has {qkv.shape[2]} heads, which are not num_heads_q = {num_heads_q} and two equal")
@@ -90,7 +93,7 @@ def flash_attn_qkvpacked_func(
     else:
         raise InvalidInput(
             f"qkv has shape {tuple(qkv.shape)}; it must be (batch, seqlen, 3, num_heads, head_dim), or (batch, seqlen, "
-            "heads, head_dim) with num_heads_q"
+            f"heads, head_dim) with num_heads_q, of which more than 0 and fewer than all; num_heads_q is {num_heads_q}"
         )
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
@@ -199,10 +202,9 @@ def flash_attn_with_kvcache(
             f"{function}: cu_seqlens_k_new is another tensor than cu_seqlens_q; the new tokens must be those of the "
             "queries", {}, "the same tensor for both",
         )  # fmt: skip
-    if cu_seqlens_q is not None:
-        max_seqlen_q = len(q) if max_seqlen_q is None else host_int("max_seqlen_q", max_seqlen_q)
     return with_kvcache(
         function, q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
         cache_batch_idx, cache_leftpad, page_table, options(softmax_scale, causal, window_size, softcap),
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits, return_lse=return_softmax_lse,
+        names={"block_table": "page_table"},
     )  # fmt: skip

@@ -15,12 +15,23 @@ from typing import Any
 import torch
 
 from warpwave.api import attention
-from warpwave.integrations.flash_attn import Window, for_training, host_int, options, packed, refuse, with_kvcache
+from warpwave.integrations.flash_attn import (
+    Window,
+    check_is_tensor,
+    for_training,
+    options,
+    packed,
+    refuse,
+    with_kvcache,
+)
 from warpwave.options import as_int
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 UNLIMITED: Window = (None, None)
+# Names of arguments, by FlashAttention-2's.
+NAMES = {"block_table": "page_table"}
+DENSE_NAMES = NAMES | {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k"}
 
 
 def flash_attn_func(
@@ -65,7 +76,7 @@ def flash_attn_func(
         block_sparse_tensors_bwd=block_sparse_tensors_bwd, gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
+    said = options(softmax_scale, causal, window_size, softcap, learnable_sink=learnable_sink)
     found = attention(q, k, v, return_lse=return_lse, **said, **for_training(deterministic))
     return found if return_lse else (found, None)
 
@@ -127,7 +138,7 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    said = options(softmax_scale, causal, window_size, softcap, sinks=learnable_sink)
+    said = options(softmax_scale, causal, window_size, softcap, learnable_sink=learnable_sink)
     if cu_seqlens_q is None:
         refuse(f"{function} without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k)
     training = for_training(deterministic)
@@ -135,21 +146,23 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None and seqused_k is None and page_table is None:
         found = attention(q, k, v, return_lse=return_lse, **said, **training)
     elif cu_seqlens_q is None or (cu_seqlens_k is None and page_table is None):
-        if cu_seqlens_q is not None:
-            max_seqlen_q = len(q) if max_seqlen_q is None else host_int("max_seqlen_q", max_seqlen_q)
         found = with_kvcache(
             function, q, k, v, None, None, (None, None, False), seqused_k, None, None, page_table, said,
-            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
-            num_splits=splits, return_lse=return_lse,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=splits, return_lse=return_lse,
+            names=DENSE_NAMES,
         )  # fmt: skip
     else:
-        tokens_k = len(k) if page_table is None else page_table.shape[1] * k.shape[1]
-        longest = (
-            len(q) if max_seqlen_q is None else max_seqlen_q,
-            tokens_k if max_seqlen_k is None else max_seqlen_k,
-        )
+        if max_seqlen_q is None:
+            max_seqlen_q = _num_tokens("q", q)
+        if max_seqlen_k is None:
+            max_seqlen_k = _num_tokens("k", k) if page_table is None else 0
         found = packed(
-            function, q, k, v, cu_seqlens_q, cu_seqlens_k, longest, said, training, seqused_k=seqused_k,
-            table=page_table, num_splits=splits, return_lse=return_lse,
+            function, q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), said, training,
+            seqused_k=seqused_k, table=page_table, num_splits=splits, return_lse=return_lse, names=NAMES,
         )  # fmt: skip
     return found if return_lse else (found, None)
+
+
+def _num_tokens(name: str, tensor: torch.Tensor) -> int:
+    check_is_tensor(name, tensor)
+    return tensor.shape[0] if tensor.dim() else 0  # the call refuses a tensor without axes

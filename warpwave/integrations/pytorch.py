@@ -26,11 +26,10 @@ import torch
 import torch.nn.functional as F
 
 from warpwave import autograd
-from warpwave.api import attention, attention_varlen, attention_with_kv_cache
+from warpwave.api import attention
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.integrations import caches
+from warpwave.integrations.flash_attn import check_is_tensor, packed
 from warpwave.kernels import dropout
-from warpwave.kv_cache import CacheLayer
 from warpwave.options import LARGEST, Options, as_window, with_positive_scale
 from warpwave.problem import AnyOperands, Causal, DropoutOperands, Operands
 
@@ -149,8 +148,8 @@ def _why_not(
         return "dropout_p"
     if isinstance(scale, bool) or not (scale is None or (isinstance(scale, (int, float)) and abs(scale) <= LARGEST)):
         return "the scale"
-    if not isinstance(is_causal, bool):
-        return "is_causal"
+    if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
+        return "is_causal or enable_gqa"
     if attn_mask is not None:
         if is_causal:
             return "attn_mask together with is_causal"
@@ -319,6 +318,10 @@ def varlen_attn(
         InvalidInput: (a ValueError) unequal heads without enable_gqa, block_table without seqused_k, cu_seq_k missing.
         InvalidType, UnsupportedProblem: as `attention_varlen`.
     """
+    for name, tensor in (("query", query), ("key", key)):
+        check_is_tensor(name, tensor)
+        if tensor.dim() < 2:
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}; it must be packed tokens, with 3 axes")
     heads_q, heads_kv = query.shape[-2], key.shape[-2]
     if not enable_gqa and heads_q != heads_kv:
         raise InvalidInput(f"query has {heads_q} heads and key {heads_kv}; pass enable_gqa=True to group them")
@@ -353,19 +356,17 @@ def _varlen(
         raise InvalidInput("block_table was given without seqused_k, the number of tokens of each sequence")
     if block_table is None and cu_seq_k is None:
         raise InvalidInput("cu_seq_k is None; without block_table it must hold the offsets of the keys")
-    if seqused_k is None:
-        return attention_varlen(
-            query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            window_size=window_size, softmax_scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed,
-            return_lse=return_lse,
-        )  # fmt: skip
-    if block_table is None:
-        key, value, block_table = caches.tokens(key, value, cu_seq_k[:-1], max_k)
-    layer = CacheLayer(key, value, block_table, seqused_k.contiguous())
-    return attention_with_kv_cache(
-        query, layer, cu_seqlens_q=cu_seq_q, max_seqlen_q=max_q, max_seqlen_k=max_k, window_size=window_size,
-        softmax_scale=scale, num_splits=num_splits, return_lse=return_lse,
+    return packed(
+        "varlen_attn", query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k),
+        {"softmax_scale": scale, "window_size": window_size}, {"dropout_p": dropout_p, "dropout_seed": dropout_seed},
+        seqused_k=seqused_k, table=block_table, num_splits=num_splits, return_lse=return_lse, names=_VARLEN_NAMES,
     )  # fmt: skip
+
+
+_VARLEN_NAMES = {
+    "q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k",
+    "max_seqlen_q": "max_q", "max_seqlen_k": "max_k",
+}  # fmt: skip
 
 
 # SDPA's flash backend -------------------------------------------------------------------------------------------------

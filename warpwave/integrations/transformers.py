@@ -89,8 +89,11 @@ def register(name: str = "warpwave") -> Registration:
 
     Raises:
         InvalidInput: a name that transformers would interpret.
+        InvalidType: the name is not a str.
         ImportError: transformers is missing, or is older than 5.17 or newer than 5.
     """
+    if not isinstance(name, str):
+        raise InvalidType(f"name is {name!r}; it must be a str")
     if not name or "flash" in name or "/" in name or "|" in name or name in ("eager", "sdpa"):
         raise InvalidInput(
             f"name is {name!r}; it must not be empty, 'eager' or 'sdpa', and have no 'flash', '/' or '|', which have "
@@ -455,7 +458,10 @@ def _is_visible_or_added(mask: torch.Tensor) -> bool:
         return True
     if mask.dtype == torch.int32 and mask.dim() == 2:
         return False
-    raise InvalidType(f"attention_mask is {mask.dtype} with {mask.dim()} axes; it must be what the mask function made")
+    raise InvalidType(
+        f"attention_mask is {mask.dtype} with {mask.dim()} axes; it must be boolean (True = visible), a float that is "
+        "added to the scores, or what the mask function made"
+    )
 
 
 def _check(others: Mapping[str, Any]) -> None:

@@ -117,8 +117,8 @@ class Backend:
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Returns whether rows are multiples of 16 bytes: keys and values alternate in vLLM's cache, and both must be
-        aligned."""
+        """Returns whether rows of 16 bits are multiples of 16 bytes. Keys and values alternate in vLLM's cache, so that
+        the values are aligned too; in fp8 they are with multiples of 16."""
         return head_size % 8 == 0 and 0 < head_size <= MAX_HEAD_DIM
 
     @classmethod
