@@ -165,6 +165,19 @@ def cached(tokens: int, page_size: int = 16) -> Call:
     return lambda: warpwave.attention_with_kv_cache(q, layer, causal=True)
 
 
+def prefill(tokens: int, is_packed: bool = False) -> Call:
+    """A prompt on a table that has room for it."""
+    k, v = (torch.empty(4, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    table, used = torch.zeros(1, -(-tokens // 16), dtype=torch.int32), torch.full((1,), tokens, dtype=torch.int32)
+    layer, q = warpwave.CacheLayer(k, v, table, used), torch.empty(1, tokens, 32, 128, dtype=torch.bfloat16)
+    if not is_packed:
+        return lambda: warpwave.attention_with_kv_cache(q, layer, causal=True)
+    ends = torch.tensor([0, tokens], dtype=torch.int32)
+    return lambda: warpwave.attention_with_kv_cache(
+        q[0], layer, cu_seqlens_q=ends, max_seqlen_q=tokens, max_seqlen_k=tokens, causal=True
+    )
+
+
 # Most calls of Python functions at a new length; of the test's own stand-ins for Triton and the driver 15 to 25.
 # Eight more than counted alone: finalizers of other tests' objects are calls, too.
 CASES: dict[str, tuple[Callable[[int], Call], int]] = {
@@ -172,7 +185,9 @@ CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "dense, head_dim 64": (lambda n: dense(n, 64), 112),
     "packed": (packed, 97),
     "cached, pages of 16": (cached, 105),
-    "cached, pages of 64": (lambda n: cached(n, 64), 117),
+    "cached, pages of 64": (lambda n: cached(n, 64), 126),
+    "prefill from pages": (prefill, 129),
+    "prefill from pages, packed": (lambda n: prefill(n, True), 132),
     "decode": (decode, 188),
     "decode, keys by head": (decode_by_head, 156),
     "decode, keys by head, padded": (lambda n: decode_by_head(n, padded=True), 143),

@@ -148,6 +148,24 @@ def test_few_tiles_of_a_causal_call(head_dim: int, heads: int, keys: int, config
     assert facts["spill_bytes"] == 0
 
 
+# Triton 3.9 spills up to 280 bytes at 64, where a tile of 128 keys has eight pages of 16.
+FULL_OF_PAGES = [(64, 16), (64, 256), (80, 16), (192, 32), (256, 16), (256, 64)]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"), [(128, 16), *(pytest.param(*p, marks=pytest.mark.full) for p in FULL_OF_PAGES)]
+)
+def test_pages(head_dim: int, page_size: int) -> None:
+    """Spills are in the producer and at the edges: none where tiles overlap."""
+    a_job = hopper_job(head_dim, "packed") | {"listing": True}
+    a_job["problem"] |= {"page_size": page_size}
+    (facts,) = compile_all([a_job])
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+    assert facts["spill_bytes"] <= 320, what(facts)
+    overlapped = [loop for loop in loops_over_keys(facts["listing"]) if re.fullmatch(r"H+[^H]+", loop)]
+    assert overlapped and not any("S" in loop for loop in overlapped), what(facts)
+
+
 # What large calls from head_dim 65 to 128 take: three warpgroups, 160 registers a thread.
 OF_192 = {"block_m": 192, "block_n": 64, "num_stages": 4}
 SAMPLE_OF_192 = [(128, "window")]

@@ -373,7 +373,12 @@ def test_few_queries_on_one_tile_of_keys_have_nothing_to_split(seqlen_k: int) ->
 def test_explain_prints_the_splits_and_their_reason() -> None:
     """For a cache split_kv serves, for a dense call where it is asked for; eager's part is to be named behind it."""
     said = explain(replace(DECODE, page_size=16), gpu=H200)
-    assert said.kernel == "split_kv" and list(said.reasons) == ["split_kv", "large_head_dim", "eager"]
+    assert said.kernel == "split_kv" and list(said.reasons) == [
+        "hopper/flash_fwd",
+        "split_kv",
+        "large_head_dim",
+        "eager",
+    ]
     text = " ".join(str(said).split())
     assert f"config num_splits = {said.config.num_splits}: 8 tiles of rows for 396 resident blocks on 132 SMs" in text
     assert "cache in pages of 16" in text

@@ -104,7 +104,7 @@ HOPPER_QUANTIZED = [
     ),
     Mutant(
         "int8 on Hopper: tiles of keys with two factors", "kernels/hopper/flash_fwd/kernel.py",
-        "K_BLOCK > 0 or V_BLOCK > 0, of_call", "False, of_call",
+        "= K_BLOCK > 0 or V_BLOCK > 0 or", "=",
         f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "far", "gates fail",
     ),
     Mutant(
@@ -209,5 +209,30 @@ HOPPER = [
         "if drawn == num_tiles - 1:\n            gl.atomic_xchg(counter_ptr, 1",
         "../kernels/hopper/test_flash_fwd.py::test_a_launch_finds_the_counter_as_the_one_before_found_it", "",
         "torch.equal", needs_gpu=True,
+    ),
+]  # fmt: skip
+
+# Of its caches, the same.
+PAGES_ON_CPU = f"{ON_CPU}test_pages_on_a_cpu"
+HOPPER_PAGES = [
+    Mutant(
+        "Hopper: every page of a tile copied to its first rows", "kernels/hopper/pages.py",
+        "tile.slice(j * COPY, COPY, dim=2)", "tile.slice(0 * j, COPY, dim=2)",
+        PAGES_ON_CPU, "full and 16", "gates fail",
+    ),
+    Mutant(
+        "Hopper: the page table of another row", "kernels/hopper/pages.py",
+        "table_row_of(pages, batch).to(gl.int64)", "batch.to(gl.int64)",
+        PAGES_ON_CPU, "full and 16", "gates fail",
+    ),
+    Mutant(
+        "Hopper: tiles that begin inside a page", "kernels/hopper/flash_fwd/kernel.py",
+        "V_BLOCK > 0 or pages.PAGE_SIZE > 0", "V_BLOCK > 0",
+        PAGES_ON_CPU, "window and 16", "gates fail",
+    ),
+    Mutant(
+        "Hopper: the length of another row", "kernels/hopper/scheduler.py",
+        "length_of(pages, table_row_of(pages, b), s.seqlen_k)", "length_of(pages, b, s.seqlen_k)",
+        PAGES_ON_CPU, "causal and 16", "gates fail",
     ),
 ]  # fmt: skip

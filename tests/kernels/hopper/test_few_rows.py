@@ -61,7 +61,7 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 
 def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
-    from warpwave.kernels.hopper import parts, rows, softmax
+    from warpwave.kernels.hopper import pages, parts, rows, softmax
     from warpwave.kernels.split_kv import few_rows_device as device
 
     q = operands.q
@@ -74,7 +74,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) ->
     arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
     spec = few_rows.specify(problem, H200, operands, arguments, config, 0)
     own = {"neighbor": lambda: lambda what, threads=128: None}
-    gluon_on_cpu.run_launch(spec, (device, parts, rows, softmax), spec.grid, own)
+    gluon_on_cpu.run_launch(spec, (device, pages, parts, rows, softmax), spec.grid, own)
     if config.num_splits > 1:
         merge = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, operands.sinks)  # type: ignore[arg-type]
         launch.bind(merge)(*merge.tensors)

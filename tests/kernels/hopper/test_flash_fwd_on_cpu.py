@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance import cases, harness
+from tests.conformance import cases, harness, paged
 from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
+from tests.conformance.paged import PagedCase
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import (
     factors,
+    pages,
     parts,
     rows,
     scheduler,
@@ -37,7 +39,7 @@ from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
 
 MODULES = (
-    *(kernel, consumer, producer, mask_bias, factors, parts, rows, scheduler, serial, softmax, split_float32),
+    *(kernel, consumer, producer, mask_bias, factors, pages, parts, rows, scheduler, serial, softmax, split_float32),
     *(visible, words),
 )
 H200 = Gpu.for_arch("sm_90")
@@ -137,6 +139,43 @@ def test_heads_that_share_tiles_on_a_cpu(features: str, kind: str) -> None:
     call = cases.build(case, "normal", torch.device("cpu"))
     out, lse = on_cpu(call.problem, call.operands, config)
     verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+
+
+FROM_PAGES: dict[str, dict[str, Any]] = {
+    "full": {"lengths": ((45, 130), (45, 60), (45, 0))},
+    "causal": {"causal": "bottom_right", "sinks": True, "lengths": ((45, 130), (45, 45), (45, 20))},
+    "window": {"window": (60, 5), "softcap": 3.0, "lengths": ((45, 200), (45, 45))},
+    "packed": {"packed": True, "causal": "bottom_right", "lengths": ((70, 130), (0, 9), (1, 90), (33, 33))},
+    "packed window": {"packed": True, "window": (40, 0), "alibi": True, "lengths": ((70, 230), (1, 90), (33, 33))},
+}
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("features", FROM_PAGES)
+@pytest.mark.parametrize(
+    ("dims", "config"),
+    [
+        ((64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
+        ((192, 128), flash_fwd.Config(128, 128, 2)),
+        ((256, 256), flash_fwd.Config(128, 64, 2, heads=2)),
+        ((40, 48), flash_fwd.Config(192, 128, 3)),
+    ],
+    ids=str,
+)
+def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, features: str, page_size: int) -> None:
+    """Sequences of other lengths in shuffled pages, NaN where no key is, and page ids far outside the pool."""
+    case = PagedCase(page_size, "bfloat16", dims, (4, 2), max_seqlen_k=256, **FROM_PAGES[features])
+    call = paged.build(case, "normal", CPU)
+    problem, operands = call.problem, call.operands
+    if not case.packed:  # as `host._bind_flat` does
+        flat = replace(problem, packed=True, total_q=problem.rows, total_k=problem.batch * problem.seqlen_k)
+        out, lse = on_cpu(flat, operands._replace(q=operands.q.flatten(0, 1)), config)
+        out, lse = out.view(*operands.q.shape[:3], -1), lse.view(-1, *operands.q.shape[:2]).transpose(0, 1)
+    else:
+        out, lse = on_cpu(problem, operands, replace(config, heads=1) if case.alibi else config)
+    references: Any = forward_references(problem, operands)
+    verdict = judge_forward(problem, references, out, lse.contiguous())
     assert verdict.passed, str(verdict)
 
 

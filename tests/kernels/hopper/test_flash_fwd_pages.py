@@ -162,10 +162,25 @@ def problem(**more: Any) -> AttentionProblem:
     return AttentionProblem(**said | more)
 
 
-def test_prefill_is_for_hopper_and_decode_for_split_kv() -> None:
-    assert dispatch.choose(problem(), H200).kernel.NAME == OF_HOPPER
-    for few in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"packed": True, "total_q": 40, "total_k": 4 * 4096}):
-        assert dispatch.choose(problem(**few), H200).kernel.NAME == "split_kv"
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"batch": 8, "seqlen_q": 32}, ""),
+        ({"batch": 1, "seqlen_q": 256}, ""),
+        ({"batch": 64, "packed": True, "total_q": 8256, "total_k": 64 * 4096}, ""),
+        ({"batch": 64, "seqlen_q": 1}, "4 rows of a sequence"),
+        ({"batch": 64, "seqlen_q": 8}, "32 rows of a sequence"),
+        ({"batch": 64, "packed": True, "total_q": 320, "total_k": 64 * 4096}, "20 rows of a sequence"),
+        ({"batch": 1, "seqlen_q": 128}, "64 tiles of rows"),
+        ({"batch": 1, "seqlen_q": 256, "num_heads_q": 8}, "32 tiles of rows"),
+        ({"batch": 8, "seqlen_q": 64, "seqlen_k": 64}, "64 keys"),
+    ],
+)
+def test_prefill_is_for_hopper_and_decode_for_split_kv(change: dict[str, Any], reason: str) -> None:
+    found = dispatch.outrun(dispatch.hopper_flash_fwd, problem(**change), H200)
+    assert any(reason in why for why in found) if reason else not found
+    assert dispatch.choose(problem(**change), H200).kernel.NAME == ("split_kv" if reason else OF_HOPPER)
 
 
 @pytest.mark.parametrize(

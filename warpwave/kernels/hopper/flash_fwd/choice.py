@@ -147,15 +147,11 @@ class Call:
         """Returns whether blocks of 128 queries all run at once."""
         return query_tiles(self.problem, 128, self.heads) <= self.num_sms
 
-    def is_wave_of_triangles(self, block_m: int) -> bool:
-        """Returns whether blocks of this size all run at once under a causal mask, so that the longest sets the
-        time."""
-        return self.is_triangle and query_tiles(self.problem, block_m, self.heads) <= self.num_sms
-
     def is_unbalanced(self, block_m: int) -> bool:
         """Returns whether the busiest SM gets over a fifth more rows from blocks of this size than from blocks of 64,
-        or the longest block more steps."""
-        return self.is_wave_of_triangles(block_m) or self.rows_per_sm(block_m) > 1.2 * self.rows_per_sm(64)
+        or the longest of one wave of blocks sets the time."""
+        rows = self.rows_per_sm(block_m)
+        return (self.is_triangle and rows <= block_m) or rows > 1.2 * self.rows_per_sm(64)
 
     @property
     def has_rows_between_sectors(self) -> bool:
@@ -210,9 +206,10 @@ class Call:
         head_dim 96. The ratios of measured calls: 1.125 at 16 x 1024, 1.03 at 4 x 4096 and 1 x 16384. In one wave
         under a causal mask, blocks of 128 are 1.06 to 1.27 times as fast in 11 calls (ONE_WAVE).
         """
-        if self.is_wave_of_triangles(192):
+        rows = self.rows_per_sm(192)
+        if self.is_triangle and rows <= 192:
             return False
-        more = self.rows_per_sm(192) / max(1, self.rows_per_sm(128))
+        more = rows / max(1, self.rows_per_sm(128))
         return (len(pieces(self.width)) < 3 or self.pads_values) and more <= (1.13 if self.width > 96 else 1.06)
 
 

@@ -39,6 +39,7 @@ __all__ = ["Binder", "bind", "specify"]
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
 QUANTIZED = True
+NO_PAGES = (None, None, None)
 WIDENS_VALUES = True  # a v of 8 bits is multiplied in float16
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
 BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
@@ -174,8 +175,7 @@ def _launcher(
     """Returns the launcher of another call of a known class. Returns None if no tensor map can have its strides, or if
     Triton would compile again for its numbers."""
     packed = problem.packed
-    q, k, v = operands[:3]
-    seen = [host.seen(q, packed), _seen_keys(problem, k), _seen_keys(problem, v)]
+    seen = [host.seen(operands.q, packed), *_seen_keys(problem, operands)]
     for _, (batch, head, *_) in seen:
         if batch % 8 or head % 8 or not (0 < batch < 2**39 and 0 < head < 2**39):
             return None
@@ -190,22 +190,23 @@ def _launcher(
     tiles = query_tiles(problem, config.block_m, config.heads)
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
     grid = min(tiles, (gpu.num_sms or host.NUM_SMS) * config.blocks_per_sm)
-    return known.family.launcher(grid, [*schedule, *known.scalars, *_page_scalars(operands)], maps)
+    of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES
+    return known.family.launcher(grid, [*schedule, *known.scalars, *of_pages], maps)
 
 
-def _seen_keys(problem: AttentionProblem, tensor: torch.Tensor) -> host.Described:
-    """Returns shape and strides of K or V, or of a pool of pages, in the axis order of tensor maps. A dense tensor ends
-    after the last key that a query sees."""
-    if problem.page_size:
-        return host.seen(tensor, False)
-    return host.seen(tensor, problem.packed, None if problem.packed else host.keys_end(problem))
+def _seen_keys(problem: AttentionProblem, operands: AnyOperands) -> tuple[host.Described, host.Described]:
+    """Returns shape and strides of K and of V, or of pools of pages, in the axis order of tensor maps. Dense tensors
+    end after the last key that a query sees."""
+    packed = problem.packed and not problem.page_size
+    rows = None if packed or problem.page_size else host.keys_end(problem)
+    return host.seen(operands.k, packed, rows), host.seen(operands.v, packed, rows)
 
 
 def _page_scalars(operands: AnyOperands) -> tuple[int | None, ...]:
     """Returns the numbers of `groups.Pages`, None if keys are not in pages."""
     if isinstance(operands, CachedOperands):
         return operands.page_table.stride(0), operands.k.shape[0], operands.page_table.shape[0]
-    return None, None, None
+    return NO_PAGES
 
 
 def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
@@ -271,12 +272,12 @@ def _plans(
     plans: list[tensor_maps.MapPlan | None] = []
     of_keys, of_values = row_pieces(problem, config)
     widths = (of_keys, of_keys, of_values, out_pieces(problem, config))
-    for source, (tensor, parts) in enumerate(zip((*operands[:3], out), widths, strict=True)):
-        if source in (1, 2):
-            described, rows = _seen_keys(problem, tensor), min(config.block_n, problem.page_size or config.block_n)
-        else:
-            described, rows = host.together(host.seen(tensor, problem.packed), config.heads), ROWS.value
-        plans += host.piece_maps(source, *described, rows, parts)
+    of_q, of_out = (host.together(host.seen(x, problem.packed), config.heads) for x in (operands.q, out))
+    described = (of_q, *_seen_keys(problem, operands), of_out)
+    of_tile = min(config.block_n, problem.page_size or config.block_n)
+    for source, (of_tensor, parts) in enumerate(zip(described, widths, strict=True)):
+        rows = of_tile if source in (1, 2) else ROWS.value
+        plans += host.piece_maps(source, *of_tensor, rows, parts)
     return [*plans, _bias_plan(operands.bias, config)]
 
 
