@@ -226,6 +226,7 @@ SHORT_CALLS = "2026-11-26-h100-short-calls.json"
 FEW_TILES = "2026-11-26-h100-few-tiles.json"
 TOGETHER = "2026-11-26-h100-heads-together.json"
 ONE_WAVE = "2026-11-28-h200-short-causal-calls.json"
+MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
@@ -289,8 +290,8 @@ RULES: tuple[Rule[Config], ...] = (
         FEW_TILES,
     ),
     Rule(
-        "head_dim 65 to 256, dense, a causal mask alone, as many keys as queries and at least 640, at most two blocks "
-        "of 64 queries an SM",
+        "head_dim 65 to 256, 16 bits, a causal mask without a window, mask or bias, as many keys as queries (up to 128 "
+        "at least 640), at most two blocks of 64 queries an SM",
         lambda c: (
             64 < c.width <= 256
             and c.is_triangle
@@ -299,16 +300,19 @@ RULES: tuple[Rule[Config], ...] = (
         ),
         (Config(64, 64, 3), Config(64, 64, 2)),
         "in one wave of blocks of 128 queries, the longest sets the time; an SM now runs a long and then a short one: "
-        "1.06 to 1.31 times as fast in 12 calls above head_dim 128 on an H200, 0.98 to 1.19 in 15 up to 128",
+        "1.06 to 1.31 times as fast in 12 calls above head_dim 128 on an H200, 0.98 to 1.19 in 15 up to 128; with at "
+        "most 576 keys, packed, with ALiBi or a softcap 0.86 to 1.30 in 28, 1.13 in the geometric mean "
+        f"({MORE_CALLS})",
         ONE_WAVE,
     ),
     Rule(
-        "head_dim 65 to 128, dense, a causal mask alone, as many keys as queries and at most 768, at most five blocks "
-        "of 64 queries an SM",
+        "head_dim 65 to 128, 16 bits, a causal mask without a window, mask or bias, as many keys as queries and at "
+        "most 768, at most five blocks of 64 queries an SM",
         lambda c: 64 < c.width <= 128 and c.is_triangle and c.problem.seqlen_k <= 768 and c.rows_per_sm(64) <= 320,
         (Config(64, 64, 2, 2),),
         "0.98 to 1.36 times as fast as the former 128 x 128 or 192 x 64 in 24 calls on an H200, 1.13 in the geometric "
-        "mean; 0.96 to 1.20 times as fast as 128 x 128, 1.06 in the mean; 0.88 to 0.95 with more blocks",
+        "mean; 0.96 to 1.20 times as fast as 128 x 128, 1.06 in the mean; 0.88 to 0.95 with more blocks; packed, with "
+        f"ALiBi or a softcap 0.99 to 1.44 in 19, 1.20 in the mean ({MORE_CALLS})",
         ONE_WAVE,
     ),
     Rule(
@@ -406,7 +410,8 @@ RULES: tuple[Rule[Config], ...] = (
         "head_dim up to 64, blocks of 192 queries do not balance over the SMs",
         lambda c: c.is_unbalanced(192),
         (Config(64, 128, 2, 2),),
-        "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97",
+        "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97; 1.30 to "
+        f"1.37 in four causal calls whose blocks of 192 run in one wave ({MORE_CALLS})",
         TUNING,
     ),
     Rule("head_dim up to 64", lambda c: True, (Config(192, 128, 3),), "the fastest of a sweep", TUNING),

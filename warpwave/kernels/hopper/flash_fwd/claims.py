@@ -32,8 +32,7 @@ MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "f
 SIXTEEN_BIT = ("float16", "bfloat16")
 FEW_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
 LEAST_PAGE, MAX_HEAD_DIM_OF_PAGES = 16, 256  # tokens that a copy takes at least; wider rows were not tried
-PAGES = "2026-11-28-h200-prefill-from-pages.json"
-LEAST_SHARE_OF_SMS = 0.75  # of tiles of 64 rows of a call on a cache
+LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 384  # of tiles of 64 rows of a call on a cache
 FEWEST_QUERIES = 128  # that share a kv head, to amortize writing a V of 8 bits in float16
 
 
@@ -134,17 +133,20 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Measured on an H200 with pages of 16, 64 and 256 (record PAGES): `split_kv`'s time over this kernel's is 1.1 to
-    2.8 in 40 calls that fill the GPU, 0.8 to 1.15 in 8 with tiles for half of the SMs, and 0.14 to 0.74 with fewer."""
-    rows = problem.rows * heads_together(problem) // max(1, problem.batch)
-    if rows < ROWS.value or problem.seqlen_k <= ROWS.value:
-        return [
-            f"{rows} rows of a sequence and {problem.seqlen_k} keys; with fewer than {ROWS.value} rows, or that many "
-            "keys, split_kv is faster"
-        ]
-    tiles, sms = query_tiles(problem, ROWS.value, heads_together(problem)), gpu.num_sms or NUM_SMS
+    """Returns why `split_kv` is faster on a cache.
+
+    Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's: 1.02 to
+    3.26 in 66 calls that these conditions leave to this kernel, 1.67 in the geometric mean; 0.84 to 0.98 in 4 short
+    ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer.
+    """
+    heads, sms = heads_together(problem), gpu.num_sms or NUM_SMS
+    rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, ROWS.value, heads)
+    if rows < ROWS.value:
+        return [f"a sequence has {rows} rows of a kv head on average; split_kv is faster with fewer than {ROWS.value}"]
     if tiles < LEAST_SHARE_OF_SMS * sms:
         return [f"{tiles} tiles of rows leave some of {sms} SMs idle; split_kv divides the keys"]
+    if tiles * problem.seqlen_k < LEAST_KEYS_PER_SM * sms:
+        return [f"{tiles} tiles of {problem.seqlen_k} keys on {sms} SMs are short; split_kv has lighter blocks"]
     return []
 
 
