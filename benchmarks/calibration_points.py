@@ -42,6 +42,7 @@ ANOTHER_BEFORE = {
     ("large_head_dim", "one query"): "2026-11-21T23:00",
     ("hopper/flash_bwd", "joint"): "2026-11-27",
     ("flash_bwd", "16 bits"): "2026-11-27T14:00",
+    ("three_kernel backward", "all"): "2026-11-28",
 }
 DIVIDED_SINCE = "2026-11-27T11:10"  # blocks of the joint launch's last wave
 # Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
@@ -180,8 +181,11 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str, us: float) -> bool:
-    """Returns whether a time is of `flash_bwd` in 16 bits before its loops and tiles were changed, of the joint launch
-    before its loops were, which shorter calls hardly show, or before blocks of its last wave were divided."""
+    """Returns whether a time is of `three_kernel` before its gradients were changed, of `flash_bwd` in 16 bits before
+    its loops and tiles were, of the joint launch before its loops were, which shorter calls hardly show, or before
+    blocks of its last wave were divided."""
+    if date < ANOTHER_BEFORE.get((module.NAME, "all"), ""):
+        return True
     if problem.dtype != "float32" and date < ANOTHER_BEFORE.get((module.NAME, "16 bits"), ""):
         return True
     if not getattr(config, "is_joint", False):

@@ -1,10 +1,12 @@
 """Draws the calls whose gradients the time model is fitted to and judged on, and writes them as suites.
 
-    python -m benchmarks.draw_backward_grid            writes benchmarks/suites/backward_grid_fit.toml and _judge.toml
+    python -m benchmarks.draw_backward_grid            writes benchmarks/suites/backward_grid_*.toml
     python -m benchmarks.draw_backward_grid --check    exit code 1 if a suite is not what its seed draws
 
-Both grids have the same kinds of calls. Their seeds are two parts of the hash of the commit before them. No call is in
-both. `benchmarks.time_gradients` times the calls of both in one run.
+There are two pairs of grids, to fit and to judge: `backward_grid_fit` and `_judge` of all kernels, and `_fit_2` and
+`_judge_2` of `three_kernel`'s gradients alone. The grids of a pair have the same kinds of calls. Their seeds are two
+parts of the hash of the commit before them. No call is in both. `benchmarks.time_gradients` times the calls of both in
+one run.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from benchmarks.draw_model_grid import Case, Grid, suite
 
-COMMIT = "d2afe212f4f4130d30abccf9830ef2230b426376"
+COMMIT, COMMIT_2 = "d2afe212f4f4130d30abccf9830ef2230b426376", "ffc4f37"
 MOST_SCORES = 1 << 30  # over all heads: 3.5 ms in float16 and 40 ms in float32 at head_dim 64
 LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 GRADIENT_KERNELS = ("hopper/flash_bwd", "flash_bwd")
@@ -150,6 +153,37 @@ def _by_operations(draw: random.Random) -> Case:
     }
 
 
+def _of_products(draw: random.Random, width: int, dtype: str = "bfloat16") -> Case:
+    """Returns a call for `three_kernel`'s gradients."""
+    return _sized(draw, width, dtype) | {
+        "batch": draw.choice((1, 2, 4)),
+        "num_heads_q": draw.choice((1, 2, 4, 8)),
+        "causal": draw.random() < 0.5,
+        "kernels": ["three_kernel"],
+    }
+
+
+def _products_in_16_bits(draw: random.Random) -> Case:
+    return _of_products(draw, draw.choice((264, 320, 384, 512, 768, 1024, 2048)), draw.choice(("bfloat16", "float16")))
+
+
+def _products_of_few(draw: random.Random) -> Case:
+    return _products_in_16_bits(draw) | {"batch": 1, "seqlen_q": draw.choice((96, 128, 256, 512, 640))}
+
+
+def _products_of_groups(draw: random.Random) -> Case:
+    kv = draw.choice((1, 2))
+    return _products_in_16_bits(draw) | {"num_heads_q": kv * draw.choice((2, 4)), "num_heads_kv": kv}
+
+
+def _products_in_float32(draw: random.Random) -> Case:
+    return _of_products(draw, draw.choice((96, 128, 192, 256, 512)), "float32") | {
+        "seqlen_q": draw.choice((1024, 1536, 2048, 3072)),
+        "precision": draw.choice(("default", "ieee", "tf32")),
+    }
+
+
+KINDS_2 = (_products_in_16_bits, _products_of_few, _products_of_groups, _products_in_float32)
 KINDS: tuple[Callable[[random.Random], Case], ...] = (
     *(_full, _causal, _long, _few_blocks, _grouped, _other_widths, _wide, _widest, _very_wide, _window, _packed),
     *(_two_lengths, _bias, _half, _float32, _by_operations),
@@ -177,7 +211,14 @@ JUDGE = Grid(
     description="gradients that the time model is judged on, drawn by benchmarks/draw_backward_grid.py",
     extra={"gradients": True},
 )
-GRIDS = (FIT, JUDGE)
+FIT_2 = replace(
+    FIT, name="backward_grid_fit_2", seed=int(COMMIT_2[:4], 16), each=6, kernels=("three_kernel",), kinds=KINDS_2
+)
+JUDGE_2 = replace(
+    JUDGE, name="backward_grid_judge_2", seed=int(COMMIT_2[3:], 16), each=4, kernels=("three_kernel",), kinds=KINDS_2,
+    others=(FIT_2,),
+)  # fmt: skip
+GRIDS = (FIT, JUDGE, FIT_2, JUDGE_2)
 
 
 def main() -> int:

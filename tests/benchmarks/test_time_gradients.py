@@ -39,6 +39,8 @@ def test_the_grids_are_what_their_seeds_draw() -> None:
         cases = load_suite(grid.path).cases
         problems = [one.problem for one in cases]
         assert all(p.requires_grad for p in problems)
+        if grid not in (FIT, JUDGE):
+            continue
         assert any(p.packed for p in problems) and any(p.num_heads_kv < p.num_heads_q for p in problems)
         assert any(p.window_size != (-1, -1) for p in problems) and any(p.bias_shape for p in problems)
         assert {"float16", "bfloat16", "float32"} == {p.dtype for p in problems}

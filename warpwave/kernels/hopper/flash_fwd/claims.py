@@ -208,7 +208,9 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         longest=max(1, of_tiles.longest),
         order=launch_order(problem, config.block_m, config.block_n, config.heads) if problem.packed else (),
         cut=of_tiles.cut,
-        trips=5 if problem.packed or problem.page_size else 0,  # each role loads the sequence offsets, then those of its tile
+        trips=5
+        if problem.packed or problem.page_size
+        else 0,  # each role loads the sequence offsets, then those of its tile
         threads=128 * (config.groups + 1),
         chains=1 if _in_step(problem, gpu, config) else max(1, round(config.groups * busy_share)),
         blocks_per_sm=config.blocks_per_sm,
