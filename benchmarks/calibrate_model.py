@@ -4,6 +4,7 @@
     python -m benchmarks.calibrate_model --check            judge the calibration that ships, write nothing
     python -m benchmarks.calibrate_model --only split_kv    fit one kernel, keep the others' constants
     python -m benchmarks.calibrate_model --gradients        fit and judge kernels of gradients, keep all others
+    python -m benchmarks.calibrate_model --gradients --only flash_bwd    the same for one of them
     python -m benchmarks.calibrate_model --rejudge          keep its constants, judge them again, write the error bars
     python -m benchmarks.calibrate_model --round    keep all but the error bar of cards without a calibration
     python -m benchmarks.calibrate_model --gradients --round    the same for kernels of gradients
@@ -208,9 +209,11 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
         calibration.write(replace(shipped, uncalibrated_gradients=rough), out)
         return 0
     names = sorted(dict.fromkeys(_key(point, gpu) for point in fitting), key=lambda name: name.count(" "))
+    names = [name for name in names if name in asked.only or not asked.only]
     mine = {point.kernel.NAME for point in fitting}
-    kernels = {name: of for name, of in shipped.kernels.items() if not name.startswith(tuple(mine))}
-    crossed = {name: of for name, of in shipped.cross_validated.items() if not name.startswith(tuple(mine))}
+    replaced = tuple(names if asked.only else mine)
+    kernels = {name: of for name, of in shipped.kernels.items() if not name.startswith(replaced)}
+    crossed = {name: of for name, of in shipped.cross_validated.items() if not name.startswith(replaced)}
     for name in names:
         of_name = [point for point in fitting if _key(point, gpu) == name]
         near = kernels.get(calibration.nearest(kernels, name)) or kernels.get(LIKE.get(name, ""), UNCALIBRATED)

@@ -78,9 +78,8 @@ def constant_of(path: str, products: int) -> str:
 # operands are split in the loop, eight operations per score, a microsecond for each start or end. They hold for an
 # H200; its measurements are their error bar.
 UNCALIBRATED = Constants(matrix={"other": 0.8, "float32": 0.5, "tf32": 0.5, "tf32x3": 0.5, "float32_matrix": 0.5})
-# Gradients in torch's operations wait for the host, whatever the card.
-TORCH_OPERATIONS = ("eager backward", "three_kernel backward")
-HOST_OF_OPERATIONS_US = 25.0
+# Gradients in torch's operations wait for the host, whatever the card: kernel -> its time per launch.
+HOST_US_OF_OPERATIONS = {"eager backward": 25.0, "three_kernel backward": 60.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,8 +258,8 @@ def machine_of_round_constants(sheet: DataSheet, kernel: str, calibration: Calib
 
 
 def _unfitted(sheet: DataSheet, constants: Constants, kernel: str, calibration: Calibration | None) -> Machine:
-    if kernel in TORCH_OPERATIONS:
-        constants = replace(constants, host_us=HOST_OF_OPERATIONS_US)
+    if kernel in HOST_US_OF_OPERATIONS:
+        constants = replace(constants, host_us=HOST_US_OF_OPERATIONS[kernel])
     return Machine(sheet, constants, calibration, False)
 
 
