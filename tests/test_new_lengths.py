@@ -281,6 +281,17 @@ def test_a_new_length_of_calls_with_out(strided: bool, card: Card, monkeypatch: 
     assert strided or count <= CASES["dense"][1] + 30  # a stride between heads that depends on the length has no class
 
 
+def test_a_prompt_on_a_cache_returns_the_callers_out(card: Card) -> None:
+    """Its queries are processed as packed ones, and out has the caller's shape."""
+    k, v = (torch.empty(4, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    layer = warpwave.CacheLayer(k, v, torch.zeros(1, 64, dtype=torch.int32), torch.full((1,), 640, dtype=torch.int32))
+    for length in (512, 640, 640):
+        q = torch.empty(1, length, 32, 128, dtype=torch.bfloat16)
+        out = torch.empty_like(q)
+        assert warpwave.attention_with_kv_cache(q, layer, causal=True, out=out) is out
+        assert "hopper" in card.compiled[-1].kernel.__name__
+
+
 def test_sizes_that_contradict_each_other_are_refused_in_a_known_class(card: Card) -> None:
     for length in LENGTHS[:3]:
         dense(length)()
