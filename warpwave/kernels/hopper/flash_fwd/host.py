@@ -46,7 +46,8 @@ BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v
 
 
 def refuses(operands: AnyOperands) -> list[str]:
-    """Returns why the kernel cannot read the pools of a cache; empty if it can. Other tensors it copies."""
+    """Returns why the kernel cannot read the pools of a cache; empty if it can. All other tensors are copied if tensor
+    maps cannot describe them."""
     if not isinstance(operands, CachedOperands):
         return []
     return [
