@@ -184,7 +184,7 @@ CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "dense": (dense, 107),
     "dense, head_dim 64": (lambda n: dense(n, 64), 112),
     "packed": (packed, 97),
-    "cached, pages of 16": (cached, 105),
+    "cached, pages of 16": (cached, 112),
     "cached, pages of 64": (lambda n: cached(n, 64), 126),
     "prefill from pages": (prefill, 129),
     "prefill from pages, packed": (lambda n: prefill(n, True), 132),
@@ -279,6 +279,17 @@ def test_a_new_length_of_calls_with_out(strided: bool, card: Card, monkeypatch: 
             warpwave.attention(q, k, v, causal=True)
         assert with_out == card.launched
     assert strided or count <= CASES["dense"][1] + 30  # a stride between heads that depends on the length has no class
+
+
+def test_a_prompt_on_a_cache_returns_the_callers_out(card: Card) -> None:
+    """Its queries are processed as packed ones, and out has the caller's shape."""
+    k, v = (torch.empty(4, 16, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    layer = warpwave.CacheLayer(k, v, torch.zeros(1, 64, dtype=torch.int32), torch.full((1,), 640, dtype=torch.int32))
+    for length in (512, 640, 640):
+        q = torch.empty(1, length, 32, 128, dtype=torch.bfloat16)
+        out = torch.empty_like(q)
+        assert warpwave.attention_with_kv_cache(q, layer, causal=True, out=out) is out
+        assert "hopper" in card.compiled[-1].kernel.__name__
 
 
 def test_sizes_that_contradict_each_other_are_refused_in_a_known_class(card: Card) -> None:

@@ -335,7 +335,8 @@ def attention_with_kv_cache(
             determines the launch: for graphs leave it at the capacity; for a batch known to be short give a multiple of
             some hundreds, because each value makes another plan.
         num_splits: the number of splits of the keys, one block each; None for the closed form that `warpwave.explain`
-            prints. Kernels that split no keys ignore it.
+            prints. If it is given, `"auto"` does not take `"hopper/flash_fwd"`. Named kernels that split no keys ignore
+            it.
         batch_invariant: split keys at fixed places, so that a sequence's result has the same bits alone and in a batch.
             Packed and dense calls differ from each other; each is invariant in itself.
         shared_prefix: tokens at the beginning of every sequence that are the same tokens in the same pages
@@ -343,7 +344,7 @@ def attention_with_kv_cache(
         checked: check offsets, lengths, rows and page ids first, which waits for the device, and raise InvalidInput
             naming the first wrong index; offsets that disagree with seqlens_q are wrong. Unchecked, wrong ones give
             unspecified values but stay inside the tensors.
-        kernel: `"auto"`, `"split_kv"`, `"large_head_dim"` or `"eager"`.
+        kernel: `"auto"`, `"hopper/flash_fwd"`, `"split_kv"`, `"large_head_dim"` or `"eager"`.
 
     The other arguments are those of `attention`.
 

@@ -360,8 +360,9 @@ def choose(
     config: Any = None,
     operands: CachedOperands | None = None,
 ) -> dispatch.Choice:
-    """Returns the kernel and config of a call on a cache, with the requested number of splits. `split_kv` computes the
-    calls of `hopper/flash_fwd` that ask for splits or share a prefix, or whose pools it cannot read.
+    """Returns the kernel and config of a call on a cache, with the requested number of splits. Instead of
+    `hopper/flash_fwd`, auto takes `split_kv` for calls with `num_splits` or `shared_prefix`, and for pools that tensor
+    maps cannot describe.
 
     Args:
         operands: the tensors, None if they are not known yet.

@@ -182,6 +182,7 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
         table, used, rows = more[:3]
         cache_rows, pages = table.shape
         alike = cache_rows == used.shape[0] and table.stride(1) == used.stride(0) == 1 <= pages and min(longest) >= 0
+        alike &= cache_rows > 0
         alike &= batch <= cache_rows if rows is None else batch == rows.shape[0] and rows.stride(0) == 1
         seqlen_k = min(longest[1] or pages * problem.page_size, pages * problem.page_size)
         total_k = 0 if offsets_q is None else batch * seqlen_k
@@ -228,6 +229,10 @@ def _check_tables(operands: CachedOperands, size: dict[str, int], options: Optio
         raise InvalidInput(
             f"q has {size['batch']} sequences and the cache {size['cache_rows']} rows; without rows, sequence b is row "
             "b of the cache"
+        )
+    if operands.rows is not None and size["batch"] and not size["cache_rows"]:
+        raise InvalidInput(
+            f"q has {size['batch']} sequences and the cache has no rows; page_table must have a row for each"
         )
 
 

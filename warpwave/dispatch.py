@@ -18,8 +18,8 @@ A kernel is a module or package of `warpwave.kernels`, imported at its first use
     bind(problem, operands, config, out=None)  -> run(operands, out=None) -> (out, lse or None). Bound with a caller's
                                                out, it stores to the out of each call; that one is contiguous and
                                                begins at a multiple of 16 bytes unless
-    refuses(operands) -> list[str]             optional: why it cannot read the pools of these operands of a cache
     STRIDED_OUT                                optional: True if out may have any address and any strides, the last 1
+    refuses(operands) -> list[str]             optional: why it cannot read the pools of these operands of a cache
     Binder(gpu)                                optional: `bind` for calls that differ only in lengths and in strides of
                                                batches and heads; keeps what does not depend on these
 

@@ -134,7 +134,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert point.problem == time_gradients.forward_of(task.case.problem)
         assert point.kernel is calibration_points.gradient_kernels()[task.kernel]
         assert task.config is None or asdict(point.config) == asdict(task.config)
-    # Calls of three_kernel, of flash_bwd in 16 bits, and long calls of the joint launch as they were then, are left out.
+    # Calls of three_kernel and of flash_bwd in 16 bits, and long calls of the former joint launch, are left out.
     former = path.read_text().replace("2026-12-01", "2026-11-23")
     path.write_text(former)
     points = [p for p in points if p.kernel.NAME != "flash_bwd" or p.problem.dtype == "float32"]

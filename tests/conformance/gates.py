@@ -6,8 +6,8 @@
     B2  RMS         rms e(a) <= c * rms e(M) + 1e-7 * max |R|
     B3  row         rms e(a) of each row <= c * max(rms e(M) of that row, median over rows) + 1e-6 * max |R|; backward,
                     rms e(N) of that row / 2 is a third unit, and the floor is 4e-6; for rows of at most 8 columns,
-                    c is doubled, shares of the row are at least shares of the RMS of R, and the floor includes one
-                    output rounding
+                    c is doubled, and shares of the row are at least shares of the RMS of R; for rows of one column, the
+                    floor includes one output rounding
     C   LSE         |lse - lse_R| <= 1e-5 + 2e-6 * max visible |logit|, and -inf exactly where R has it; precision
                     "tf32" adds c (of B1) * max |lse_M - lse_R|; float8: 2e-3 + 2^-17 * head_dim * max visible
                     |logit| before softcap, bias and ALiBi
@@ -305,7 +305,7 @@ def _judge(
         # A score's error moves a row by a share of v. A row of few columns may be near 0 although v is not.
         scale = exact_rows.clamp(min=_rms(exact)) if few_columns else exact_rows
         floors = row_floor * largest + logit_share * scale + UNDERFLOW
-        if few_columns:
+        if got.shape[-1] == 1:
             floors = floors + exact.abs().amax(-1).flatten() * torch.finfo(got.dtype).eps / 2
         row_limit = c.row * (ROW_OF_FEW if few_columns else 1)
         worst = (rows - row_limit * unit - floors).nan_to_num(nan=math.inf).argmax()

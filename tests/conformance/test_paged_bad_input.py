@@ -118,6 +118,7 @@ WRONG_VALUE: list[Row] = [
     ("lengths of other rows", lambda: call(seqused_k=ints(1, 2)), ["seqused_k", "cache_rows", "3"]),
     ("rows for another batch", lambda: call(rows=ints(0, 1, 2)), ["rows", "batch", "2"]),
     ("more sequences than rows", lambda: call(q=ones(4, 3, 4, 16), rows=None), ["4 sequences", "3 rows"]),
+    ("no rows at all", lambda: call(page_table=ints().view(0, 3), seqused_k=ints()), ["2 sequences", "no rows"]),
     ("a strided table", lambda: call(page_table=ints(*range(12)).view(4, 3).t()), ["page_table", "contiguous"]),
     ("strided rows", lambda: call(rows=ints(0, 1, 2, 3)[::2]), ["rows", "contiguous"]),
     ("negative longest sequence", lambda: call(max_seqlen_k=-4), ["max_seqlen_k", "-4"]),

@@ -118,7 +118,7 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
                 problem = replace(problem, bias_shape=shape, bias_dtype="bfloat16")
         if backward:
             problem = replace(problem, requires_grad=False, deterministic=rng.random() < 0.3)
-        if module is hopper_flash_fwd and problem.page_size:  # no row of its own
+        if module is hopper_flash_fwd and problem.page_size:  # no row depends on pages
             continue
         if not module.why_not(problem, gpu):
             yield problem, gpu

@@ -212,7 +212,7 @@ HOPPER = [
     ),
 ]  # fmt: skip
 
-# Of its caches, the same.
+# The same for paged caches.
 PAGES_ON_CPU = f"{ON_CPU}test_pages_on_a_cpu"
 HOPPER_PAGES = [
     Mutant(

@@ -13,9 +13,12 @@ from tests.conformance.harness import DEVICE, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_paged import OF_HOPPER, check
 from warpwave import CacheLayer, UnsupportedProblem, attention_varlen, attention_with_kv_cache, cached_calls, dispatch
+from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper.flash_fwd import Config, configs
+from warpwave.kernels.hopper.flash_fwd import Config, configs, specify
 from warpwave.problem import AttentionProblem, CachedOperands, Causal
+from warpwave.runtime.launch import Launch
+from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 CHUNKS = ((300, 300), (129, 1000), (1, 77), (0, 40), (200, 200), (64, 900))
@@ -229,3 +232,16 @@ def test_pools_that_tma_cannot_read_are_for_split_kv() -> None:
     assert cached_calls.choose(problem(), H200, serving, operands=odd).kernel.NAME == "split_kv"
     with pytest.raises(UnsupportedProblem, match="v has strides"):
         cached_calls.choose(problem(), H200, serving, OF_HOPPER, operands=odd)
+
+
+@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+def test_what_is_compiled_without_a_gpu_is_what_runs() -> None:
+    """Queries that are not packed are processed as packed ones, by one compiled kernel."""
+    calls = problem(), problem(packed=True, total_q=4096, total_k=4 * 4096)
+    specs = []
+    for call in calls:
+        operands = operands_without_memory(call)
+        out = torch.empty_like(operands.q)
+        specs.append(specify(call, H200, operands, out, None, Config(128, 128, 2)))
+    dense, packed = (spec.constants for spec in specs if isinstance(spec, Launch))
+    assert dense == packed and dense["IS_VARLEN"]

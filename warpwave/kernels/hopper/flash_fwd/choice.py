@@ -78,7 +78,7 @@ class _Facts(NamedTuple):
         is_unmasked: whether values are in 16 bits and the call has no mask or bias.
         is_plain: whether the call is also dense.
         is_bare: whether scores also need no more work than a causal mask.
-        is_causal: whether position hides keys by a causal mask alone, values are in 16 bits, and there is no mask or
+        is_causal: whether position hides keys by a causal mask alone, operands are in 16 bits, and there is no mask or
             bias.
     """
 

@@ -136,7 +136,7 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `split_kv` is faster on a cache.
 
     Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's: 1.02 to
-    3.26 in 66 calls that these conditions leave to this kernel, 1.67 in the geometric mean; 0.84 to 0.98 in 4 short
+    3.26 in 66 calls that these conditions leave to this kernel, 1.69 in the geometric mean; 0.84 to 0.98 in 4 short
     ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer.
     """
     heads, sms = heads_together(problem), gpu.num_sms or NUM_SMS
@@ -208,9 +208,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         longest=max(1, of_tiles.longest),
         order=launch_order(problem, config.block_m, config.block_n, config.heads) if problem.packed else (),
         cut=of_tiles.cut,
-        trips=5
-        if problem.packed or problem.page_size
-        else 0,  # each role loads the sequence offsets, then those of its tile
+        # Each role loads the sequence offsets, then those of its tile.
+        trips=5 if problem.packed or problem.page_size else 0,
         threads=128 * (config.groups + 1),
         chains=1 if _in_step(problem, gpu, config) else max(1, round(config.groups * busy_share)),
         blocks_per_sm=config.blocks_per_sm,

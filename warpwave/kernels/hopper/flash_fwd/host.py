@@ -46,7 +46,8 @@ BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v
 
 
 def refuses(operands: AnyOperands) -> list[str]:
-    """Returns why the kernel cannot read the pools of a cache; empty if it can. Other tensors it copies."""
+    """Returns why the kernel cannot read the pools of a cache; empty if it can. All other tensors are copied if tensor
+    maps cannot describe them."""
     if not isinstance(operands, CachedOperands):
         return []
     return [
@@ -153,10 +154,9 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
 def _bind_flat(
     binder: Binder, problem: AttentionProblem, operands: CachedOperands, config: Config, out: torch.Tensor | None
 ) -> arguments.Run:
-    """Binds a call on a cache whose queries are not packed, as a packed one: all queries one after another."""
-    flat = replace(problem, packed=True, total_q=problem.rows, total_k=problem.batch * problem.seqlen_k)
-    to = None if out is None else out.flatten(0, 1)
-    attend = binder(flat, operands._replace(q=operands.q.flatten(0, 1)), config, to)
+    """Binds a call on a cache whose queries are not packed, as `_flat` returns it."""
+    flat, first = _flat(problem, operands)
+    attend = binder(flat, first, config, None if out is None else out.flatten(0, 1))
     shape = (problem.batch, problem.seqlen_q, problem.num_heads_q, problem.head_dim_v)
 
     def run(operands: CachedOperands, out: torch.Tensor | None = None) -> arguments.Results:
@@ -164,9 +164,15 @@ def _bind_flat(
         found, lse = attend(operands._replace(q=operands.q.flatten(0, 1)), to)
         if lse is not None:
             lse = lse.view(-1, *shape[:2]).transpose(0, 1).contiguous()
-        return found.view(shape), lse
+        return found.view(shape) if out is None else out, lse
 
     return run
+
+
+def _flat(problem: AttentionProblem, operands: CachedOperands) -> tuple[AttentionProblem, CachedOperands]:
+    """Returns a call on a cache whose queries are not packed as a packed one: all queries one after another."""
+    flat = replace(problem, packed=True, total_q=problem.rows, total_k=problem.batch * problem.seqlen_k)
+    return flat, operands._replace(q=operands.q.flatten(0, 1))
 
 
 def _launcher(
@@ -190,7 +196,7 @@ def _launcher(
     tiles = query_tiles(problem, config.block_m, config.heads)
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
     grid = min(tiles, (gpu.num_sms or host.NUM_SMS) * config.blocks_per_sm)
-    of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES
+    of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES  # a call fewer without pages
     return known.family.launcher(grid, [*schedule, *known.scalars, *of_pages], maps)
 
 
@@ -316,6 +322,9 @@ def specify(
     if problem.dtype == "float32":
         ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
         return (*ahead, attend)
+    if isinstance(operands, CachedOperands) and not problem.packed:
+        problem, operands = _flat(problem, operands)
+        out = out.flatten(0, 1)
     operands = operands._replace(bias=_bias_for_maps(operands.bias))
     *before, attend, _, _ = _specify_whole(problem, gpu, operands, out, lse, config)
     return (*before, attend) if before else attend
