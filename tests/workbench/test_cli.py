@@ -119,6 +119,25 @@ def test_explain_has_bounds_for_a_card_that_is_not_here(
     assert explanation["least_us"] == pytest.approx(explanation["flops"] / 989.4e6)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kernel", "said"),
+    [
+        ("--seqlen-q 2048 --page-size 16", "hopper/flash_fwd", "pages of 16"),
+        ("--packed --batch 3 --seqlen-q 700 --page-size 64 --sinks", "hopper/flash_fwd", "packed, 2100 tokens"),
+        ("--batch 64 --seqlen-q 1 --seqlen-k 8190 --page-size 16", "split_kv", "seqlen 1 x 8190"),
+        ("--batch 4 --seqlen-q 1 --page-size 64 --cache int8:token", "split_kv", "int8, a factor for each token"),
+        ("--seqlen-q 0 --seqlen-k 0 --page-size 16", "split_kv", "seqlen 0"),
+    ],
+)
+def test_explain_describes_calls_on_a_cache(
+    arguments: str, kernel: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"explain --gpu h200 --heads 32 --heads-kv 8 --causal {arguments}".split()
+    code, out, _ = here(monkeypatch, capsys, *command)
+    assert code == 0 and said in out.splitlines()[0]
+    assert json.loads(here(monkeypatch, capsys, *command, "--json")[1])["kernel"] == kernel
+
+
 def test_explain_is_quick() -> None:
     program = """
 import sys, time
@@ -201,6 +220,10 @@ def test_explain_describes_this_machine_by_default(
         (["--seqlen-q", "1" + "0" * 18], "no tensor can have"),
         (["--seqlen-q", "1" + "0" * 22], "no tensor can have"),
         (["--seqlen-q", "1" + "0" * 13], "q would take 40,960.0 TB, more than any GPU has"),
+        (["--page-size", "16", "--mask"], "a call on a cache has no --mask"),
+        (["--page-size", "16", "--dtype", "int8"], "no quantized --dtype"),
+        (["--page-size", "16", "--cache", "int4"], "use float8_e4m3fn:head"),
+        (["--cache", "int8:token"], "add --page-size"),
         (["--hats", "16"], "No such option"),
         (["--gpu", "h200", "--measured-us", "inf"], "the measured time is inf us"),
         (["--gpu", "h200", "--record", "none.jsonl"], "none.jsonl cannot be read: No such file or directory"),

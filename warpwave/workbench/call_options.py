@@ -107,6 +107,20 @@ def _describe(
     packed: Annotated[
         bool, typer.Option("--packed", help="Packed sequences of equal length, as attention_varlen takes them.")
     ] = False,
+    page_size: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="TOKENS", help="Keys and values are in a paged cache, in pages of so many tokens; 0: not."
+        ),
+    ] = 0,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE:FACTORS",
+            help="With --page-size, a cache of 8 bits: float8_e4m3fn or int8, and what shares a factor, head or token: "
+            "int8:token.",
+        ),
+    ] = None,
     softcap: Annotated[float, typer.Option(help="Replace scores by softcap * tanh(score / softcap); 0 is off.")] = 0.0,
     sinks: Annotated[
         bool, typer.Option("--sinks", help="Attention sinks: one extra logit per head in the denominator.")
@@ -141,20 +155,36 @@ def _describe(
         raise typer.BadParameter("give --causal or --causal-top-left, not both", param_hint="--causal-top-left")
     if deterministic and not grad:
         raise typer.BadParameter("only gradients can be deterministic; add --grad", param_hint="--deterministic")
+    if cache is not None and not page_size:
+        raise typer.BadParameter("a cache of 8 bits has pages; add --page-size", param_hint="--cache")
+    if page_size:
+        others = {
+            "--mask": mask,
+            "--bias": bias,
+            "--grad": grad,
+            "--dropout": dropout,
+            "quantized --dtype": dtype not in DTYPES,
+        }
+        for option, given in others.items():
+            if given:
+                raise typer.BadParameter(f"a call on a cache has no {option}", param_hint="--page-size")
     left, right = _window(window)
     from dataclasses import replace
 
     import torch
 
-    from warpwave.checks import describe_call
+    from warpwave.checks import describe_cached_call, describe_call
     from warpwave.errors import InvalidInput
     from warpwave.options import Options, spell_precision
-    from warpwave.problem import Operands, QuantizedOperands
+    from warpwave.problem import CachedOperands, Operands, QuantizedOperands
+    from warpwave.workbench.bench.workloads import CACHES
     from warpwave.workbench.limits import check_size
 
     arithmetic = spell_precision(_number_or_name(precision))
     if arithmetic != "default" and names[dtype] != "float32":
         raise typer.BadParameter(f"dtype is {dtype}; --precision belongs to float32", param_hint="--precision")
+    if cache is not None and cache not in CACHES:
+        raise typer.BadParameter(f"{cache!r} is not allowed; use {', '.join(CACHES)}", param_hint="--cache")
     of_v = names[dtype_v or ("bfloat16" if dtype == "int8" else dtype)]
 
     def tensor(*shape: int, dtype: str = names[dtype]) -> torch.Tensor:
@@ -188,22 +218,33 @@ def _describe(
         of_values = factor(kv_heads, keys) if of_v in QUANTIZED_DTYPES.values() else None
         factors = (factor(heads, seqlen_q), factor(kv_heads, keys), of_values, None)
         operands = QuantizedOperands(*operands[:9], *factors)
-    problem = describe_call(
-        operands,
-        Options(
-            max_seqlen_q=seqlen_q if packed else 0,
-            max_seqlen_k=keys if packed else 0,
-            causal="bottom_right" if causal else "top_left" if causal_top_left else "",
-            window_left=left,
-            window_right=right,
-            softcap=softcap,
-            precision=arithmetic,
-            return_lse=lse,
-            needs_grad=grad,
-            dropout_p=dropout,
-            deterministic=deterministic,
-        ),
+    options = Options(
+        max_seqlen_q=seqlen_q if packed else 0,
+        max_seqlen_k=keys if packed or page_size else 0,
+        causal="bottom_right" if causal else "top_left" if causal_top_left else "",
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        precision=arithmetic,
+        return_lse=lse,
+        needs_grad=grad,
+        dropout_p=dropout,
+        deterministic=deterministic,
     )
+    if page_size:
+        of_cache, shared = CACHES.get(cache or "", (names[dtype], ""))
+        width_v = head_dim if head_dim_v is None else head_dim_v
+        k, v = (tensor(1, page_size, kv_heads, width, dtype=of_cache) for width in (head_dim, width_v))
+        of_factors = (1, page_size, kv_heads) if shared == "token" else (kv_heads,)
+        k_descale, v_descale = (tensor(*of_factors, dtype="float32") if shared else None for _ in "kv")
+        in_pages = CachedOperands(
+            operands.q, k, v, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks, cu_seqlens_q=offsets,
+            page_table=tensor(batch, max(1, -(-keys // page_size)), dtype="int32"),
+            seqused_k=tensor(batch, dtype="int32"), k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        problem = describe_cached_call(in_pages, options)
+    else:
+        problem = describe_call(operands, options)
     try:
         check_size(problem)
     except InvalidInput as error:
