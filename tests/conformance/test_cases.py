@@ -161,6 +161,21 @@ def test_each_gate_catches_its_fault(spoil: Any, caught_by: set[str]) -> None:
     assert verdict.passed == (not caught_by)
 
 
+@pytest.mark.parametrize(("roundings", "passes"), [(1, True), (4, False)])
+def test_a_row_of_one_column_may_be_rounded_the_other_way(roundings: int, passes: bool) -> None:
+    """Of the row whose value is the largest, where M's own error happens to be small."""
+
+    def spoil(out: torch.Tensor, lse: torch.Tensor) -> None:
+        flat = out.view(-1)
+        at = int(flat.abs().argmax())
+        flat[at] *= 1 + roundings * torch.finfo(out.dtype).eps / 2
+
+    wide = Case(dtype="bfloat16", lengths=(1030, 1030), heads=(4, 1), dims=(16, 1))
+    verdict = verdict_on(wide, spoil)
+    rows = next(gate for gate in verdict.gates if gate.name == "B3 row of out")
+    assert rows.passed == passes
+
+
 def test_a_missing_infinity_in_the_lse_fails() -> None:
     def fill(out: torch.Tensor, lse: torch.Tensor) -> None:
         assert lse.isneginf().any()
