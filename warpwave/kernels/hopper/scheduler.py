@@ -12,6 +12,7 @@ and the program that draws the last number resets the counter to 0.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper.pages import length_of, table_row_of
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier
 
@@ -303,7 +304,7 @@ def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
 
 
 @jit
-def paged_tile(s, offsets, pages, t, BLOCK_M: gl.constexpr):
+def paged_tile(s, offsets, pages: Pages, t, BLOCK_M: gl.constexpr):
     """Returns tile t of a call whose keys are in pages, as `packed_tile` does. Without offsets of queries, each
     sequence has `s.seqlen_q` of them."""
     place, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
