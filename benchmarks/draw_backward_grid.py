@@ -5,7 +5,7 @@
 
 There are two pairs of grids, to fit and to judge: `backward_grid_fit` and `_judge` of all kernels, and `_fit_2` and
 `_judge_2` of `three_kernel`'s gradients alone. The grids of a pair have the same kinds of calls. Their seeds are two
-parts of the hash of the commit before them. No call is in both. `benchmarks.time_gradients` times the calls of both in
+parts of the hash of a commit before them. No call is in both. `benchmarks.time_gradients` times the calls of both in
 one run.
 """
 

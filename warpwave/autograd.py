@@ -172,7 +172,7 @@ class Plan:
 def _are_plain(tensors: Sequence[Any]) -> bool:
     """Returns whether the saved tensors and the incoming gradients are ordinary tensors: a hook or the next layer may
     return others, and `is_grads_batched` passes batches of gradients whose type is that of ordinary tensors."""
-    for t in tensors:  # in half the time of `all`
+    for t in tensors:  # faster than `all` with a generator
         kind = type(t)
         if kind is _Tensor:
             if is_batched(t):

@@ -181,8 +181,8 @@ def resized(problem: AttentionProblem, operands: Any, longest: tuple[int, ...]) 
     if isinstance(operands, CachedOperands):
         table, used, rows = more[:3]
         cache_rows, pages = table.shape
-        alike = cache_rows == used.shape[0] and table.stride(1) == used.stride(0) == 1 <= pages and min(longest) >= 0
-        alike &= cache_rows > 0
+        alike = 1 <= cache_rows == used.shape[0] and min(longest) >= 0
+        alike &= table.stride(1) == used.stride(0) == 1 <= pages
         alike &= batch <= cache_rows if rows is None else batch == rows.shape[0] and rows.stride(0) == 1
         seqlen_k = min(longest[1] or pages * problem.page_size, pages * problem.page_size)
         total_k = 0 if offsets_q is None else batch * seqlen_k

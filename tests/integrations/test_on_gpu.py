@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import warpwave
 from tests.integrations.families import FAMILIES, inputs_of, make, output
-from tests.integrations.test_flash_attn import KV_CACHES, check_kvcache
+from tests.integrations.test_flash_attn_caches import KV_CACHES, check_kvcache
 from tests.integrations.test_pytorch import MASKS, SHAPES, TORCHS, mine_of
 from warpwave.integrations import pytorch
 from warpwave.integrations import transformers as door

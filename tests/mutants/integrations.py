@@ -6,8 +6,9 @@ from tests.mutants.mutant import Mutant
 
 OF_TORCH, OF_FLASH_ATTN = "integrations/pytorch.py", "integrations/flash_attn.py"
 OF_TRANSFORMERS, OF_VLLM = "integrations/transformers.py", "integrations/vllm.py"
-IN_TORCH, IN_FLASH_ATTN, IN_TRANSFORMERS, IN_VLLM = (
-    f"../integrations/test_{name}.py::" for name in ("pytorch", "flash_attn", "transformers", "vllm")
+IN_TORCH, IN_FLASH_ATTN, IN_CACHES, IN_TRANSFORMERS, IN_VLLM = (
+    f"../integrations/test_{name}.py::"
+    for name in ("pytorch", "flash_attn", "flash_attn_caches", "transformers", "vllm")
 )
 
 INTEGRATIONS = [
@@ -49,7 +50,7 @@ INTEGRATIONS = [
     Mutant(
         "flash_attn: left padding counted into the length", OF_FLASH_ATTN,
         "used = used - cache_leftpad", "used = used - 0",
-        f"{IN_FLASH_ATTN}test_kvcache", "left and padding and 2", "not close",
+        f"{IN_CACHES}test_kvcache", "left and padding and 2", "not close",
     ),
     Mutant(
         "flash_attn: one length for all sequences", OF_FLASH_ATTN,

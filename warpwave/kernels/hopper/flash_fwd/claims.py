@@ -94,8 +94,9 @@ def _against_pages(problem: AttentionProblem) -> list[str]:
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why `flash_fwd` is faster: very short calls do not amortize setting up the ring and the warp roles, few
-    queries do not amortize a launch that widens V, and up to head_dim 64 random numbers bind calls with dropout."""
+    """Returns why another kernel is faster: on a cache `split_kv`, else `flash_fwd`. Very short calls do not amortize
+    setting up the ring and the warp roles, few queries do not amortize a launch that widens V, and up to head_dim 64
+    random numbers bind calls with dropout."""
     if problem.page_size:
         return _outrun_from_pages(problem, gpu)
     if widens(problem):

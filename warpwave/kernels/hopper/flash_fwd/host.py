@@ -40,6 +40,7 @@ NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
 QUANTIZED = True
 NO_PAGES = (None, None, None)
+NO_OTHERS = (None,) * 7  # words of a mask, bias, inverses, dropout's seed, factors of q, k and v
 WIDENS_VALUES = True  # a v of 8 bits is multiplied in float16
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
 BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
@@ -143,9 +144,9 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
     def run(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *pages = operands
         out, lse = allocate(out)
-        absent = (None,) * 7 if pages else ()  # the pointers between
+        others = NO_OTHERS if pages else ()
         # out is passed twice: as the source of its tensor maps, and as the pointer that packed calls also store to.
-        launch_kernel(q, k, v, out, out, lse, slopes, sinks, offsets_q, offsets_k, *absent, *pages[:3])
+        launch_kernel(q, k, v, out, out, lse, slopes, sinks, offsets_q, offsets_k, *others, *pages[:3])
         return out, lse
 
     return run

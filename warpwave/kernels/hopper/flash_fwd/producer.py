@@ -214,11 +214,11 @@ def load_masked_block(role, work, kv_head, n, messages, bits):
     while tile >= begin:
         before = keys.begin + tile * rules.BLOCK_N
         load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
-        load_rows(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
+        load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
         key = before
         n += 1
         tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
-    load_rows(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
+    load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
     return n + 1
 
 
