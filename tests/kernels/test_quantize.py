@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpwave import InvalidInput, InvalidType, Quantized, UnsupportedProblem, quantize
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import quantize as quantize_module
-from warpwave.kernels import reasons
+from warpwave.kernels import quantize_tensor, reasons
 from warpwave.kernels.quantize_tensor import (
     LARGEST,
     Source,
@@ -184,6 +186,39 @@ def test_rotation_keeps_products_and_spreads_outliers(head_dim: int) -> None:
     torch.testing.assert_close(rotated(rotated(x), inverse=True), x)
 
 
+@pytest.mark.parametrize("setting", ["autocast", "fp32_precision"])
+def test_rotation_keeps_float32_whatever_the_process_allows(setting: str) -> None:
+    """In torch's operations: a product in 16 bits would round q and k before they are quantized, and what is undone."""
+    x = numbers(2, 150, 4, 48).cpu()
+    exact = rotated(x.double())
+    backends: Any = torch.backends
+    matmul = backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if setting == "fp32_precision" else before
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
+            found, back = rotated(x), rotated(exact.float(), inverse=True)
+    finally:
+        matmul.fp32_precision = before
+    assert found.dtype == back.dtype == torch.float32
+    torch.testing.assert_close(found, exact.float())
+    torch.testing.assert_close(back, x)
+
+
+def test_rotation_in_a_graph_and_without_contents() -> None:
+    """Tensors of a mode or of a graph must not be kept for later calls."""
+    quantize_tensor._kept_signs.cache_clear()
+    with FakeTensorMode():
+        fake = quantize(*(torch.zeros(1, 70, 2, 32, device="cpu") for _ in range(3)), rotate=True, smooth_k=True)
+    assert fake.q.shape == (1, 70, 2, 32)
+    q, k, v = (x.cpu() for x in qkv())
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(quantize, rotate=True, smooth_k=True), backend="eager", fullgraph=True)
+    for found in (compiled(q, k, v), quantize(q, k, v, rotate=True, smooth_k=True)):
+        for got, x in zip(found.dequantized(), (q, k, v), strict=True):
+            assert (got - x).norm() < 0.04 * x.norm()
+
+
 def test_clipping_counts_what_saturates() -> None:
     q, k, v = qkv()
     found = quantize(q, k, v, dtype=torch.int8, granularity=64, percentile=0.9)
@@ -237,6 +272,8 @@ def packed(**changes: Any) -> dict[str, Any]:
         ({"dtype": ["int8"]}, InvalidType, r"dtype is \['int8'\]; it must be one of torch.float8_e4m3fn"),
         ({"dtype_v": ["int8"]}, InvalidType, r"dtype_v is \['int8'\] and dtype is"),
         ({"granularity": 64.0}, InvalidInput, "granularity is 64.0; it must be one of"),
+        ({"rotate": "no"}, InvalidType, "rotate is 'no'; it must be True or False"),
+        ({"smooth_k": torch.ones(2)}, InvalidType, "smooth_k is tensor.*; it must be True or False"),
         ({"percentile": None}, InvalidType, "percentile is None; it must be a number"),
         ({"percentile": torch.tensor(0.9)}, InvalidType, "percentile is tensor"),
         (packed(cu_seqlens_q=[0, 3]), InvalidType, "cu_seqlens_q is a list; it must be a torch.Tensor"),

@@ -23,8 +23,16 @@ import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels import descales
-from warpwave.kernels.quantize_tensor import LARGEST, Rounding, Source, prepare, rotated, rotation_block
-from warpwave.options import as_int
+from warpwave.kernels.quantize_tensor import (
+    LARGEST,
+    Rounding,
+    Source,
+    is_eager,
+    prepare,
+    rotated,
+    rotation_block,
+)
+from warpwave.options import as_bool, as_int
 from warpwave.problem import DTYPE_BYTES
 from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
@@ -136,13 +144,14 @@ def quantize(
         >>> warpwave.attention(**quantized.arguments(), causal=True).dtype
         torch.bfloat16
     """
+    smooth_k, rotate = as_bool("smooth_k", smooth_k), as_bool("rotate", rotate)
     offsets, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     key, plan = None, None
     with contextlib.suppress(AttributeError, TypeError, RuntimeError):  # bad input is reported by `_check`
         tensors = _straightened(q, k, v, offsets)
-        if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+        if is_eager():
             # Types too, because True equals 1 and 64.0 equals 64.
-            said = dtype, dtype_v, granularity, bool(smooth_k), bool(rotate), percentile, *longest
+            said = dtype, dtype_v, granularity, smooth_k, rotate, percentile, *longest
             key = *said, *map(type, said), *launch.layouts(tensors)
             plan = _plans.get(key)
     if plan is None:
@@ -157,7 +166,7 @@ def quantize(
     mean = _mean_of_keys(tensors[1]) if smooth_k else None
     saturated = torch.zeros(3, dtype=torch.int64, device=q.device)
     if plan is None:
-        plan = Plan(tensors, (dtype, dtype, to_v), granularity, mean, bool(rotate), percentile, longest, saturated)
+        plan = Plan(tensors, (dtype, dtype, to_v), granularity, mean, rotate, percentile, longest, saturated)
         if key is not None:
             _plans.put(key, plan)
     return plan(tensors, mean, saturated, offsets)

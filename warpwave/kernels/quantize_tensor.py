@@ -21,6 +21,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import descales, reasons
 from warpwave.kernels.groups import InUnits, OfHeads
 from warpwave.kernels.primitives import in_elements, load_tile, packed_sequence, rounded, tile_pointers
+from warpwave.kernels.torch_products import plainly, product
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
 
@@ -30,6 +31,8 @@ MOST_MIXED = 128  # channels of a rotation
 LEAST_OF_A_PRODUCT = 16  # columns that a matrix unit sums
 TOKENS = 128  # of a program whose factor is not that of a block
 SMALLEST = 1e-30  # a factor; smaller ones would make their reciprocal infinite
+_draws = random.Random(0)
+ROW_SIGNS = [1.0 - 2 * _draws.getrandbits(1) for _ in range(MOST_MIXED)]  # of a rotation
 
 # Device code ----------------------------------------------------------------------------------------------------------
 
@@ -405,23 +408,29 @@ def rotation_block(head_dim: int) -> int:
 def rotated(x: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
     """Returns float32 numbers, (..., head_dim), rotated or rotated back."""
     block = rotation_block(x.shape[-1])
-    signs = rotation_signs(block, x.device)
-    mixed = x.unflatten(-1, (-1, block)) @ (signs.T if inverse else signs)
-    return mixed.flatten(-2) * block**-0.5
+    signs = (_kept_signs if is_eager() else rotation_signs)(block, x.device)
+    with plainly(x.device):
+        mixed = product(x.unflatten(-1, (-1, block)), signs.T if inverse else signs)
+        return mixed.flatten(-2) * block**-0.5
 
 
-@functools.lru_cache(64)
+def is_eager() -> bool:
+    """Returns whether torch computes at once. Otherwise tensors may have no contents, and must not outlive a call."""
+    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+
+
 def rotation_signs(block: int, device: torch.device) -> torch.Tensor:
     """Returns the rotation of a block of channels times the square root of its size: 1 and -1, (block, block), float32.
     Rows have random signs, the same in every process: without them a constant vector becomes an outlier."""
-    hadamard = torch.ones(1, 1, device="cpu")
+    hadamard = torch.ones(1, 1, device=device)
     while len(hadamard) < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    draws = random.Random(0)
-    return (torch.tensor([[1.0 - 2 * draws.getrandbits(1)] for _ in range(block)], device="cpu") * hadamard).to(device)
+    return torch.tensor(ROW_SIGNS[:block], device=device)[:, None] * hadamard
 
 
-@functools.lru_cache(64)
+_kept_signs = functools.lru_cache(64)(rotation_signs)
+
+
 def _tile_of_signs(block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns the signs as the launch takes them: several small blocks together make a tile of 16."""
     copies = max(1, LEAST_OF_A_PRODUCT // block)

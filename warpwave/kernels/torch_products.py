@@ -26,7 +26,10 @@ def plainly(device: torch.device) -> Iterator[None]:
 
 
 def keeps_float32(device: torch.device) -> bool:
-    """Returns whether torch's float32 products keep all bits of their operands under the process's settings."""
+    """Returns whether torch's float32 products keep all bits of their operands under the process's settings. Returns
+    False while a graph is compiled, which may run under other settings."""
+    if torch.compiler.is_compiling():
+        return False
     backends: Any = torch.backends
     backend = backends.cuda.matmul, backends.cudnn
     if device.type != "cuda":
