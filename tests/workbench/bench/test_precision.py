@@ -50,6 +50,21 @@ def test_rows_and_plot_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "relative RMS error" in (tmp_path / "rows.svg").read_text()
 
 
+def test_what_cannot_be_measured_or_written_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precision, "inputs", None)  # nothing is measured
+    for device, out, said in (
+        ("xyz", None, "'xyz' is no device"),
+        ("meta", None, "not on meta"),
+        ("cuda:99", None, "device cuda:99 was asked for"),
+        ("cpu", tmp_path / "none" / "rows.jsonl", "there is no directory"),
+        ("cpu", tmp_path, "is a directory"),
+    ):
+        assert main(out=out, rounds=1, only="", device=device, json_output=True) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_rows_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(device: torch.device):  # type: ignore[no-untyped-def]
         yield "normal", tuple(torch.randn(1, 64, 1, 32).bfloat16() for _ in range(3))

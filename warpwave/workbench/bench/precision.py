@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 import warpwave
+from warpwave.workbench.bench.run import UsageError, device_of
 from warpwave.workbench.bench.table import Table, print_table
 from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.demo import sentence_model
+from warpwave.workbench.output_files import CannotWrite, Kind, check_output
 from warpwave.workbench.terminal import complain, say
 
 OUTLIER_CHANNELS, OUTLIER_SIZE = 4, 30.0
@@ -221,12 +223,15 @@ def main(*, out: Path | None, rounds: int, only: str, device: str | None, json_o
         rounds: rounds of timing.
         only: measure only ways whose name contains this text.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if out is not None and out.exists():
-        complain(f"{out} exists; name a new file")
+    try:
+        place = device_of(device)
+        if out is not None:
+            check_output(out, Kind("new file", lambda path: False))
+    except (UsageError, CannotWrite) as error:
+        complain(error)
         return 2
     if not any(only in way for way in WAYS):
-        complain(f"no way contains {only!r}; they are {', '.join(WAYS)}")
+        complain(f"no way contains {only!r}; they are {'; '.join(WAYS)}")
         return 2
     rows: list[Row] = []
     for data, (q, k, v) in inputs(place):

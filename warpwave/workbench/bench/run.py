@@ -225,7 +225,7 @@ def _experiment(suite: str | None, scale: str | None, device: torch.device | str
         return suite
     if scale not in scaling.AXES:
         raise UsageError(f"--scale is {scale!r}; use {', '.join(scaling.AXES)}")
-    where = _device(device)
+    where = device_of(device)
     gpu = current_gpu(where)
     return scaling.suite(scale, on_cpu=where.type == "cpu", num_sms=gpu.num_sms)
 
@@ -257,7 +257,7 @@ def _check_request(
     peer_timeout_s: float | None,
     device: torch.device | str | None,
 ) -> _Request:
-    where = _device(device)
+    where = device_of(device)
     if rounds < 1:
         raise UsageError(f"rounds is {rounds}; it must be at least 1")
     if rounds > MOST_ROUNDS:
@@ -283,7 +283,12 @@ def _check_request(
     )
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Returns the device that was asked for; the current GPU, or the CPU without one, if None.
+
+    Raises:
+        UsageError: it is no device of this machine on which the benchmark runs.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
