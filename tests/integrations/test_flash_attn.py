@@ -343,7 +343,7 @@ def test_what_is_unsupported_raises_with_the_reason() -> None:
         ("return_attn_probs", lambda: varlen(*first, 0.1, return_attn_probs=True)),
         ("dropout_p is 0.5; calls on a cache", lambda: varlen(*first, 0.5, block_table=table)),
         ("qv", lambda: flash_attn_3.flash_attn_func(q, k, v, qv=q)),
-        ("k_descale", lambda: flash_attn_3.flash_attn_func(q, k, v, k_descale=one)),
+        ("k_descale is not supported", lambda: flash_attn_3.flash_attn_func(q, k, v, k_descale=one)),
         ("attention_chunk", lambda: flash_attn_3.flash_attn_func(q, k, v, attention_chunk=4)),
         ("seqused_q", lambda: varlen_3(*first, seqused_q=one)),
         ("rotary_seqlens", lambda: three(*cache, rotary_seqlens=one)),

@@ -107,10 +107,10 @@ def check_is_tensor(name: str, value: Any) -> None:
 
 
 def refuse(function: str, **given: Any) -> None:
-    """Raises UnsupportedProblem for the first of these arguments that is given: warpwave's calls do not have them."""
+    """Raises UnsupportedProblem for the first of these arguments that is given."""
     for name, value in given.items():
         if isinstance(value, torch.Tensor) or value:
-            raise UnsupportedProblem(f"{function}: warpwave has no {name}; it must be left at its default", {}, "")
+            raise UnsupportedProblem(f"{function}: {name} is not supported; it must be left at its default", {}, "")
 
 
 def packed(
