@@ -223,6 +223,28 @@ def test_signs_that_torch_has_put_off(by_kernel: bool, monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@each_writer
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
+def test_autocast_of_another_dtype_changes_no_bit(
+    dtype: torch.dtype, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses to concatenate float16 tensors under autocast to bfloat16."""
+    monkeypatch.setattr(append_kv, "INTERPRETED", by_kernel and append_kv.INTERPRETED)
+    q, found = tokens(1, 5, 2, 8).half(), []
+    for autocast in (False, True):
+        cache = make(dtype=dtype)
+        call: dict[str, Any] = {
+            "rows": [cache.add()],
+            "k_new": q,
+            "v_new": -q,
+            "rotary": Rotary.of(4, 40, device=DEVICE),
+        }
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+            out = attention_with_kv_cache(q, cache, **call, causal=True, kernel="eager")
+        found.append((out, *read(cache, 0)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 

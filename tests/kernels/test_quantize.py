@@ -186,7 +186,7 @@ def test_rotation_keeps_products_and_spreads_outliers(head_dim: int) -> None:
     torch.testing.assert_close(rotated(rotated(x), inverse=True), x)
 
 
-@pytest.mark.parametrize("setting", ["autocast", "fp32_precision"])
+@pytest.mark.parametrize("setting", ["autocast", "fp32_precision", "default dtype"])
 def test_rotation_keeps_float32_whatever_the_process_allows(setting: str) -> None:
     """In torch's operations: a product in 16 bits would round q and k before they are quantized, and what is undone."""
     x = numbers(2, 150, 4, 48).cpu()
@@ -195,11 +195,14 @@ def test_rotation_keeps_float32_whatever_the_process_allows(setting: str) -> Non
     matmul = backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if setting == "fp32_precision" else before
+    torch.set_default_dtype(torch.float64 if setting == "default dtype" else torch.float32)
+    quantize_tensor._kept_signs.cache_clear()
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
             found, back = rotated(x), rotated(exact.float(), inverse=True)
     finally:
         matmul.fp32_precision = before
+        torch.set_default_dtype(torch.float32)
     assert found.dtype == back.dtype == torch.float32
     torch.testing.assert_close(found, exact.float())
     torch.testing.assert_close(back, x)

@@ -372,8 +372,8 @@ def rotated(
         return x
     rotary_dim = 2 * cos.shape[1]
     c, s = (t[position.long().clamp(0, len(t) - 1)].float()[:, None] for t in (cos, sin))
-    head, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    head, out = x[..., :rotary_dim].float(), x.clone()
     a, b = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
     turned = [a * c + -b * s, b * c + a * s]
-    head = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.cat([head.to(x.dtype), rest], dim=-1)
+    out[..., :rotary_dim] = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return out

@@ -436,7 +436,7 @@ def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Te
             out, lse = forward(problem, operands, config, out)
         else:
             on_copies = _forward_of_quantized if problem.is_quantized else _forward_on_cache
-            with torch.no_grad():
+            with plainly(operands.q.device):
                 found, lse = on_copies(problem, operands, config)
                 out = found if out is None else out.copy_(found)
         return out, lse if keep_lse else None

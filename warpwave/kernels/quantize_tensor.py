@@ -422,10 +422,10 @@ def is_eager() -> bool:
 def rotation_signs(block: int, device: torch.device) -> torch.Tensor:
     """Returns the rotation of a block of channels times the square root of its size: 1 and -1, (block, block), float32.
     Rows have random signs, the same in every process: without them a constant vector becomes an outlier."""
-    hadamard = torch.ones(1, 1, device=device)
+    hadamard = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(hadamard) < block:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    return torch.tensor(ROW_SIGNS[:block], device=device)[:, None] * hadamard
+    return torch.tensor(ROW_SIGNS[:block], dtype=torch.float32, device=device)[:, None] * hadamard
 
 
 _kept_signs = functools.lru_cache(64)(rotation_signs)
