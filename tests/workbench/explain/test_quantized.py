@@ -49,6 +49,17 @@ def bound_us(said: Explanation, resource: str) -> float:
     return bound.time_us
 
 
+def test_the_bound_of_a_kernel_has_the_rate_at_which_it_multiplies_values() -> None:
+    """hopper/flash_fwd multiplies float8 values in float16, flash_fwd in float8; the bound of the work is the same."""
+    hopper, portable = (
+        warpwave.explain(problem(descale_blocks=(0, 0, 0)), gpu=resolve("h200"), kernel=kernel)
+        for kernel in ("hopper/flash_fwd", "flash_fwd")
+    )
+    assert bound_us(hopper, "tensor cores") == bound_us(portable, "tensor cores")
+    assert bound_us(hopper, "tiles") > 1.49 * bound_us(hopper, "tensor cores")
+    assert bound_us(portable, "tiles") < 1.1 * bound_us(portable, "tensor cores")
+
+
 def test_recorded_times_lie_in_the_error_bar() -> None:
     ratios = []
     for point in (point for record in RECORDS for point in json.loads(record.read_text(encoding="utf-8"))["points"]):

@@ -80,7 +80,8 @@ class Call:
         """Returns the lower bound of a changed call, or of this call with another config, at the same rates."""
         assert self.bounds is not None
         cost, precision = self.kernel.cost(problem, self.gpu, config), computed_in(self.kernel, problem, self.gpu)
-        return roofline(problem, self.bounds.rates, gpu=self.gpu, cost=cost, precision=precision).time_us
+        widens = getattr(self.kernel, "WIDENS_VALUES", False)
+        return roofline(problem, self.bounds.rates, gpu=self.gpu, cost=cost, precision=precision, widens=widens).time_us
 
     def faster(self, problem: AttentionProblem) -> str | None:
         """Returns a phrase with the predicted times of a changed call and of this one; empty if there is no model of

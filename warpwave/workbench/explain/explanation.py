@@ -426,11 +426,13 @@ def _rooflines(
 ) -> tuple[Roofline | None, Roofline | None, str]:
     """Returns the bounds by the data sheet, the bounds as measured, and why both are missing."""
     precision = None if kernel is None else computed_in(kernel, problem, gpu)
-
+    widens = getattr(kernel, "WIDENS_VALUES", False)
     is_backward = kernel is not None and computes_gradients(kernel)
 
     def by(rates: Rates) -> Roofline:
-        return roofline(problem, rates, gpu=gpu, cost=cost, precision=precision, hot=hot, is_backward=is_backward)
+        return roofline(
+            problem, rates, gpu=gpu, cost=cost, precision=precision, widens=widens, hot=hot, is_backward=is_backward
+        )
 
     sheet = catalog.data_sheet(gpu)
     bounds = None if sheet is None else by(data_sheet_rates(sheet))

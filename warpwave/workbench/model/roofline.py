@@ -162,6 +162,7 @@ def roofline(
     gpu: Gpu,
     cost: Cost | None = None,
     precision: str | None = None,
+    widens: bool = False,
     hot: bool = False,
     is_backward: bool = False,
 ) -> Roofline:
@@ -173,6 +174,7 @@ def roofline(
         gpu: the device.
         cost: the cost of the kernel that serves the call; it adds that kernel's bounds.
         precision: that kernel's arithmetic of float32 products (a key of `FLOAT32_PATHS`); None is the fastest.
+        widens: whether that kernel multiplies a v of 8 bits in float16.
         hot: whether the previous call used the same tensors, so that data in the caches need not be read again.
         is_backward: whether the bounds are those of the backward: of any implementation that recomputes the scores.
     """
@@ -187,7 +189,7 @@ def roofline(
         if precision is not None and problem.dtype == "float32":
             path = fastest(FLOAT32_PATHS[precision], rates) or path
         elif problem.is_quantized and precision is not None:
-            path = quantized_path_of_kernel(problem, rates, gpu)
+            path = quantized_path_of_kernel(problem, rates, gpu, widens)
         bounds += _of_kernel(problem, work, rates, path, cost)
     return Roofline(rates, tuple(bounds), best.name if best else "", problem.pairs_are_exact)
 
