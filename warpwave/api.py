@@ -325,7 +325,7 @@ def attention_with_kv_cache(
         v_new: their values, (batch, seqlen_new, num_heads_kv, head_dim_v).
         rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
             shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
-            past the table use its last angle.
+            past the table use its last angle. If v is the first columns of k, rotated k_new is an error.
         cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q. Rows
             after the last offset belong to no sequence; their results are unspecified.
         seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. In that case
