@@ -314,6 +314,11 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
         warmup(problems, DEVICE, workers=1.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="num_warps is none of them"):
         warmup(problems, DEVICE, num_warps=3)
+    for number, error, text in ((0, InvalidInput, "num_splits is 0; it must be at least 1"), ("2", TypeError, "'2'")):
+        with pytest.raises(error, match=text):
+            warmup(problems, DEVICE, kernel="large_head_dim", num_splits=number)
+    with pytest.raises(InvalidInput, match="num_splits was given with batch_invariant=True"):
+        warmup([replace(problems[1], batch_invariant=True)], DEVICE, num_splits=2)
     with pytest.raises(UnsupportedProblem):
         wide = replace(problems[1], head_dim=300)
         warmup([wide], DEVICE, kernel="split_kv")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.test_kv_cache import DEVICE, SIZES, check_books, make, state, tokens
-from warpwave import InvalidInput, InvalidType, Rotary, attention_with_kv_cache, quantize
+from warpwave import CacheLayer, InvalidInput, InvalidType, Rotary, attention_with_kv_cache, quantize
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,20 @@ def test_rows_on_the_host_are_checked() -> None:
     for error, rows in ((InvalidInput, [4]), (InvalidInput, [-1]), (InvalidType, [1.5])):
         with pytest.raises(error, match="row"):
             attention_with_kv_cache(tokens(1, 1, 2, 8), cache, rows=rows)  # type: ignore[arg-type]
+
+
+def test_rotated_keys_of_a_latent_cache_are_refused() -> None:
+    """Its values are the first columns of its keys, which would be rotated. Queries may be rotated."""
+    pool, table = tokens(2, 16, 1, 24), torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
+    layer = CacheLayer(pool, pool[..., :16], table, table[0, 1:] + 8)
+    q, k, rotary = tokens(1, 1, 2, 24), tokens(1, 1, 1, 24), Rotary.of(8, 32, device=DEVICE)
+    before = pool.clone()
+    with pytest.raises(InvalidInput, match="in a latent cache these are its v"):
+        attention_with_kv_cache(q, layer, k_new=k, v_new=k[..., :16], rotary=rotary)
+    assert torch.equal(pool, before)
+    attention_with_kv_cache(q, layer, rotary=rotary)
+    attention_with_kv_cache(q, layer, k_new=k, v_new=k[..., :16])
+    assert torch.equal(pool[0, 8], k[0, 0])
 
 
 def test_the_default_device_changes_nothing() -> None:

@@ -268,6 +268,14 @@ def test_what_cannot_receive_the_output_is_refused(what: str, known: bool) -> No
     assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
 
 
+def test_the_dtype_that_a_call_under_autocast_returns_is_named() -> None:
+    """It is not the dtype of the caller's q."""
+    q, k, v = qkv(dtype=torch.float32)
+    message = "out is torch.float32; out must have torch.bfloat16"
+    with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises(InvalidType, match=message):
+        warpwave.attention(q, k.half(), v, out=torch.empty_like(q))
+
+
 def test_arguments_with_gradients_are_refused() -> None:
     q, k, v = qkv()
     q.requires_grad_()

@@ -325,7 +325,7 @@ def attention_with_kv_cache(
         v_new: their values, (batch, seqlen_new, num_heads_kv, head_dim_v).
         rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
             shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
-            past the table use its last angle.
+            past the table use its last angle. If v is the first columns of k, rotated k_new is an error.
         cu_seqlens_q: int32, (batch + 1,): sequence b is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of q. Rows
             after the last offset belong to no sequence; their results are unspecified.
         seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. In that case
@@ -338,9 +338,11 @@ def attention_with_kv_cache(
             prints. If it is given, `"auto"` does not take `"hopper/flash_fwd"`. Named kernels that split no keys ignore
             it.
         batch_invariant: split keys at fixed places, so that a sequence's result has the same bits alone and in a batch.
-            Packed and dense calls differ from each other; each is invariant in itself.
+            Packed and dense calls differ from each other; each is invariant in itself. Above head_dim 256 the places
+            also depend on the capacity of the page table, or on max_seqlen_k if it is given.
         shared_prefix: tokens at the beginning of every sequence that are the same tokens in the same pages
-            (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: read once for the batch.
+            (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: `split_kv` reads them once for the
+            batch, other kernels for each sequence.
         checked: check offsets, lengths, rows and page ids first, which waits for the device, and raise InvalidInput
             naming the first wrong index; offsets that disagree with seqlens_q are wrong. Unchecked, wrong ones give
             unspecified values but stay inside the tensors.

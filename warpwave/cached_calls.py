@@ -146,12 +146,17 @@ def check(operands: CachedOperands, options: Options, serving: Serving) -> Atten
     problem = describe_cached_call(operands, options, serving.batch_invariant)
     if serving.shared_prefix < 0:
         raise InvalidInput(f"shared_prefix is {serving.shared_prefix}; it must be a number of tokens, 0 for none")
+    _check_splits(serving)
+    return problem
+
+
+def _check_splits(serving: Serving) -> None:
+    """Raises InvalidInput if no call can have the number of splits."""
     if serving.num_splits is not None:
         if serving.num_splits < 1:
             raise InvalidInput(f"num_splits is {serving.num_splits}; it must be at least 1, or None")
         if serving.batch_invariant:
             raise InvalidInput("num_splits was given with batch_invariant=True, which splits by a sequence's length")
-    return problem
 
 
 class NewTokens(NamedTuple):
@@ -474,7 +479,8 @@ def warmup(
         UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
         InvalidInput: `workers` is not positive, no call can have an option or a problem, or the device is a GPU and
             there is none.
-        InvalidType: `problems` is no sequence, such as a single problem, or `workers` is not an integer.
+        InvalidType: `problems` is no sequence, such as a single problem, or `workers` or `num_splits` is not an
+            integer.
     """
     if isinstance(problems, AttentionProblem) or not isinstance(problems, Iterable):
         raise InvalidType(f"problems is of type {type(problems).__name__}; it must be a sequence of AttentionProblem")
@@ -488,11 +494,13 @@ def warmup(
         raise InvalidInput(f"device is {device}, and there is no GPU; pass device='cpu'")
     if device == torch.device("cuda"):  # threads begin with device 0
         device = torch.device("cuda", torch.cuda.current_device())
-    kernel, config = options.get("kernel", "auto"), options.get("config")
+    kernel, config, num_splits = options.get("kernel", "auto"), options.get("config"), options.get("num_splits")
+    num_splits = None if num_splits is None else as_int("num_splits", num_splits)
     gpu, chosen = current_gpu(device), []
     for problem in problems:
         check_problem(problem)
-        serving = Serving(options.get("num_splits"), problem.batch_invariant)
+        serving = Serving(num_splits, problem.batch_invariant)
+        _check_splits(serving)
         forward, _ = dispatch.forward_of(problem, gpu, kernel)
         if problem.page_size:
             choice = choose(problem, gpu, serving, kernel, config)

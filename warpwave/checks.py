@@ -394,9 +394,9 @@ def check_out(
         raise InvalidInput(f"out has shape {tuple(out.shape)}; it must have {tuple(shape)}, q's with head_dim_v")
     if out.device != q.device:
         raise InvalidInput(f"out is on {out.device} and q on {q.device}; all tensors must share one device")
-    if out.dtype != (q.dtype if dtype is None else getattr(torch, dtype)):
-        what = "the dtype of q" if dtype is None else f"torch.{dtype}, as out_dtype states or by default"
-        raise InvalidType(f"out is {out.dtype} and q is {q.dtype}; out must have {what}")
+    returned = q.dtype if dtype is None else getattr(torch, dtype)
+    if out.dtype != returned:  # autocast may have cast the caller's q
+        raise InvalidType(f"out is {out.dtype}; out must have {returned}, which the call returns without out")
     if torch.compiler.is_compiling():
         return  # the call itself checks its strides
     extent = 1  # elements from the first to the last of the axes with smaller strides

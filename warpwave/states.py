@@ -46,7 +46,7 @@ def merge_states(
         True
     """
     for name, parts in (("outs", outs), ("lses", lses)):
-        if not isinstance(parts, Iterable):
+        if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:  # a tensor without axes has no items
             raise InvalidType(f"{name} is a {type(parts).__name__}; it must be a sequence of tensors")
     outs, lses = list(outs), list(lses)
     packed = as_bool("packed", packed)
@@ -80,6 +80,8 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], packed: bool) -> 
         for i, tensor in enumerate(tensors):
             if not isinstance(tensor, torch.Tensor):
                 raise InvalidType(f"{name}[{i}] is a {type(tensor).__name__}; it must be a torch.Tensor")
+            if tensor.is_nested or tensor.layout is not torch.strided:
+                raise InvalidType(f"{name}[{i}] is a nested or sparse tensor; it must be a plain strided one")
             if tensor.device != outs[0].device:
                 raise InvalidInput(f"{name}[{i}] is on {tensor.device} and outs[0] on {outs[0].device}")
     axes = "(total_q, num_heads_q, head_dim_v)" if packed else "(batch, seqlen_q, num_heads_q, head_dim_v)"

@@ -83,11 +83,19 @@ def test_splits_fill_the_gpu_once() -> None:
     wide = replace(DECODE, head_dim=1024, head_dim_v=1024)
     assert choice.configs(replace(wide, batch=16), H200)[0].num_splits == 4, "512 columns of v a block"
     assert choice.configs(replace(DECODE, seqlen_k=100), H200)[0].num_splits == 1
-    same = {choice.configs(replace(DECODE, batch=b, batch_invariant=True), H200)[0].num_splits for b in (1, 64)}
-    assert len(same) == 1
     cost = large_head_dim.cost(DECODE, H200, choice.configs(DECODE, H200)[0])
     assert cost.workspace_bytes == 132 * 16 * (512 + 2) * 4
     assert [part.blocks for part in cost.parts] == [132, 16]
+
+
+@pytest.mark.parametrize("seqlen_k", [1024, 65_536])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_invariant_configs_know_nothing_of_the_batch(queries: int, seqlen_k: int) -> None:
+    """Nor does the config that replaces the one of latent caches."""
+    one = replace(DECODE, batch_invariant=True, seqlen_q=queries, num_heads_q=8, seqlen_k=seqlen_k)
+    problems = [replace(one, batch=batch) for batch in (1, 2, 64, 500)]
+    for by_map in (True, False):
+        assert len({choice.of_table(problem, H200, by_map) for problem in problems}) == 1
 
 
 def test_a_step_of_decoding_reads_keys_once() -> None:

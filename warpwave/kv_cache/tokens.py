@@ -193,6 +193,11 @@ def new_tokens(
         check_offsets_tensor("cu_seqlens", cu_seqlens, len(cu_seqlens) - 1 if rows is None else len(rows))
     if rotary is not None:
         _check_rotary(rotary, layer)
+        if k_new is not None and layer.k.data_ptr() == layer.v.data_ptr() != 0:  # 0 without memory
+            raise InvalidInput(
+                "rotary rotates the first columns of k_new, and in a latent cache these are its v; rotate the columns "
+                "after those of v, of q and of k_new, before the call"
+            )
     # Kernels read memory directly, but torch may have deferred a negation.
     k_new, v_new, q = (None if t is None else t.resolve_neg() for t in (k_new, v_new, q))
     return append_kv.New(

@@ -307,9 +307,8 @@ def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Returns the number of splits with which the grid fills the GPU once; each has at least two tiles of keys. If a
-    result must not depend on the rest of the batch, it is the number for a sequence alone."""
-    others = 1 if problem.batch_invariant else max(1, problem.batch)
+    """Returns the number of splits with which the grid fills the GPU once; each has at least two tiles of keys."""
+    others = latent.sequences(problem)
     blocks = row_tiles(problem, config) * config.v_parts * others
     places = 2 if gpu.vendor == "interpreter" else (gpu.num_sms or FILLED) * _blocks_of_sm(problem, gpu, config)
     wanted = places // max(1, blocks)

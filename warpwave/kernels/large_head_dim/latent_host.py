@@ -151,6 +151,12 @@ def is_latent(problem: AttentionProblem) -> bool:
     return problem.num_heads_kv == 1 and problem.head_dim_v < problem.head_dim
 
 
+def sequences(problem: AttentionProblem) -> int:
+    """Returns the number of sequences for which tiles and splits are chosen: one if a result must not depend on the
+    rest of the batch."""
+    return 1 if problem.batch_invariant else max(1, problem.batch)
+
+
 def takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
     """Returns whether a decode step processes a latent 64 keys at a time, unless that leaves fewer splits than resident
     blocks.
@@ -160,7 +166,7 @@ def takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
     sequences of 65,536 keys).
     """
     places = 2 * (gpu.num_sms or host.NUM_SMS)
-    shares = max(1, problem.batch) * (problem.seqlen_k // 128)
+    shares = sequences(problem) * (problem.seqlen_k // 128)
     return gpu.capability == 90 and is_latent(problem) and problem.head_dim <= 640 and shares >= places
 
 
@@ -181,9 +187,9 @@ def num_splits(problem: AttentionProblem, gpu: Gpu) -> int:
     merged afterwards. It never exceeds the number that minimizes the cost of both together. 16 x 4,096 keys take 30.8
     us with 8 splits and 32.6 with 16, 8 x 4,096 20.0 with 16 and 25.5 with 33, 1 x 65,536 40 with 132 and 63 with 264,
     1 x 16,384 19.3 with 64 and 24.9 with 128; 16 x 65,536 291 with 16 and 318 with 8, 64 x 4,096 86.6 with 4 and 92.2
-    with 2 (H200, 576/512). If a result must not depend on the rest of the batch, it is the number for a sequence alone.
+    with 2 (H200, 576/512).
     """
-    others = 1 if problem.batch_invariant else max(1, problem.batch)
+    others = sequences(problem)
     sms = gpu.num_sms or host.NUM_SMS
     tiles = _tiles(problem)
     shares = BLOCKS_OF_SM * sms // others
