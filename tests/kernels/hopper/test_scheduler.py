@@ -105,3 +105,35 @@ def test_heads_that_run_together() -> None:
     assert host.heads_in_l2(packed, 32, 32 * 60, of_head, sharing=4) == 20  # 18 would divide a group
     assert host.heads_in_l2(packed, 32, 32, of_head) == 32
     assert host.heads_in_l2(packed, 32, 0, of_head) == 32
+
+
+@pytest.mark.parametrize("lengths", [(300, 0, 64, 129, 1), (1, 1, 1, 200, 1), (192, 192, 192), (130, 70), (63, 64, 65)])
+@pytest.mark.parametrize(("heads", "in_l2"), [(4, 4), (4, 2), (1, 1)])
+def test_sequences_that_decode_come_before_prompts(heads: int, in_l2: int, lengths: tuple[int, ...]) -> None:
+    """Of a call on a paged cache. All tiles come once, and those of a sequence with several from the last to the
+    second."""
+    from warpwave.kernels.hopper import pages as of_pages
+    from warpwave.kernels.hopper import scheduler
+
+    block_m = 64
+    ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+    total = int(ends[-1])
+    modules = {m.__name__: m for m in (scheduler, of_pages)}
+    names = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(0, 1))[scheduler.__name__]
+    slots = total // block_m + len(lengths)
+    schedule = Schedule(slots * heads, heads, 1, len(lengths), 5, in_l2, 300, 900, total, total)
+    offsets = SimpleNamespace(cu_seqlens_q_ptr=gluon_on_cpu.Pointer(ends))
+    used = torch.arange(500, 500 + len(lengths))
+    pages = SimpleNamespace(seqused_k_ptr=gluon_on_cpu.Pointer(used), HAS_ROWS=False)
+    drawn = [names.paged_tile(schedule, offsets, pages, torch.tensor(t), block_m) for t in range(slots * heads)]
+    drawn = [w for w in drawn if 0 <= w.tile * block_m < w.seqlen_q]
+    assert all(int(w.seqlen_k) == 500 + int(w.batch) for w in drawn)
+    found = [(int(w.head), int(w.batch), int(w.tile)) for w in drawn]
+    tiles = [(b, t) for b, length in enumerate(lengths) for t in range(-(-length // block_m))]
+    assert sorted(found) == [(h, *tile) for h in range(heads) for tile in tiles]
+    for head in range(heads):
+        order = [(b, t) for h, b, t in found if h == head]
+        several = [tile for tile in order if lengths[tile[0]] > block_m and tile[1] > 0]
+        assert several == sorted(several, reverse=True)
+        decoding = [order.index(tile) for tile in order if lengths[tile[0]] <= block_m]
+        assert all(at < order.index(tile) for at in decoding for tile in several)

@@ -295,27 +295,46 @@ def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
     one more. A slot thus determines its sequence without a sum over earlier sequences, and the host needs no lengths.
     Offsets are clamped, so invalid offsets still read and write inside the tensors.
     """
-    place, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
-    b, tile, q_begin, seqlen_q = _sequence_of(s, offsets.cu_seqlens_q_ptr, place, BLOCK_M)
+    slot, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
+    b = _owner_of(s, offsets.cu_seqlens_q_ptr, slot, BLOCK_M, 1)
+    q_begin, seqlen_q = _queries_of(s, offsets.cu_seqlens_q_ptr, b)
     k_begin = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b), 0), s.total_k)
     # Both ends are clamped before the subtraction, which must not overflow.
     seqlen_k = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
-    return Work(tile, b, head, q_begin, seqlen_q, k_begin, seqlen_k)
+    return Work(slot - (q_begin // BLOCK_M + b), b, head, q_begin, seqlen_q, k_begin, seqlen_k)
 
 
 @jit
 def paged_tile(s, offsets, pages: Pages, t, BLOCK_M: gl.constexpr):
-    """Returns tile t of a call whose keys are in pages, as `packed_tile` does. Without offsets of queries, each
-    sequence has `s.seqlen_q` of them."""
-    place, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
-    b, tile, q_begin, seqlen_q = _sequence_of(s, offsets.cu_seqlens_q_ptr, place, BLOCK_M)
+    """Returns tile t of a call whose keys are in pages; -1 stands for no tile. Without offsets of queries, each
+    sequence has `s.seqlen_q` of them.
+
+    The order is that of `packed_tile`, but sequences with a single tile come first: they decode, so their tiles may
+    have the most keys of all, wherever they are in the batch. Begun last, they took up to 1.3 times as long. The last
+    `batch` slots are for them. Sequence b owns the slots from `cu_seqlens_q[b] // BLOCK_M` on: as many as it has tiles,
+    or one fewer. In that case its first tile, which has the fewest keys, is among the last slots too.
+    """
+    slots = s.num_tiles // s.num_heads
+    slot, head = _last_first(s, t, slots, s.num_heads)
+    b = slot - (slots - s.batch)
+    is_apart = b >= 0
+    if not is_apart:
+        b = _owner_of(s, offsets.cu_seqlens_q_ptr, slot, BLOCK_M, 0)
+    q_begin, seqlen_q = _queries_of(s, offsets.cu_seqlens_q_ptr, b)
+    tiles = gl.cdiv(seqlen_q, BLOCK_M)
+    before = q_begin // BLOCK_M
+    missing = tiles - ((q_begin + seqlen_q) // BLOCK_M - before)  # slots
+    has_one_apart = (tiles == 1) | (missing > 0)
+    others = gl.where(tiles == 1, NO_MORE, slot - before + missing)
+    tile = gl.where(is_apart, gl.where(has_one_apart, 0, NO_MORE), others)
     seqlen_k = length_of(pages, table_row_of(pages, b), s.seqlen_k)
     return Work(tile, b, head, q_begin, seqlen_q, gl.to_tensor(0), seqlen_k)
 
 
 @jit
-def _sequence_of(s, cu_seqlens_q_ptr, place, BLOCK_M: gl.constexpr):
-    """Returns the sequence of a slot, the slot's tile, and the sequence's first query and number of queries."""
+def _owner_of(s, cu_seqlens_q_ptr, slot, BLOCK_M: gl.constexpr, SPARE: gl.constexpr):
+    """Returns the last sequence whose slots begin at `slot` or before: sequence b's at `cu_seqlens_q[b] // BLOCK_M +
+    SPARE * b`."""
     lanes = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
     before = gl.to_tensor(0)
     for first in range(0, s.batch, 128):
@@ -325,11 +344,16 @@ def _sequence_of(s, cu_seqlens_q_ptr, place, BLOCK_M: gl.constexpr):
         else:
             begin = gl.load(cu_seqlens_q_ptr + b, mask=b < s.batch, other=0)
         begin = gl.minimum(gl.maximum(begin, 0), s.total_q)
-        before += gl.sum(((begin // BLOCK_M + b <= place) & (b < s.batch)).to(gl.int32), axis=0)
-    b = gl.maximum(before - 1, 0)
+        before += gl.sum(((begin // BLOCK_M + SPARE * b <= slot) & (b < s.batch)).to(gl.int32), axis=0)
+    return gl.maximum(before - 1, 0)
+
+
+@jit
+def _queries_of(s, cu_seqlens_q_ptr, b):
+    """Returns the first query of a sequence and the number of its queries."""
     q_begin = b * s.seqlen_q
     seqlen_q = s.seqlen_q
     if cu_seqlens_q_ptr is not None:
         q_begin = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + b), 0), s.total_q)
         seqlen_q = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + b + 1), q_begin), s.total_q) - q_begin
-    return b, place - (q_begin // BLOCK_M + b), q_begin, seqlen_q
+    return q_begin, seqlen_q
