@@ -47,6 +47,18 @@ if NO_TRITON is None:
         return method(dtype, shape, layout, _semantic=_semantic)
 
     @_core.builtin
+    def warp_specialize(
+        roles: Any, num_warps: Any, registers: Any, _semantic: Any = None, _generator: Any = None
+    ) -> None:
+        """Runs roles, each a function and its arguments, or () for an absent one. The first role has the warps of the
+        launch; the others have `num_warps` and request `registers`."""
+        present = [len(role) > 0 for role in roles]
+        kept = [[x for x, is_there in zip(of, here, strict=True) if is_there] for of, here in (
+            (roles, present), (num_warps, present[1:]), (registers, present[1:])
+        )]  # fmt: skip
+        gl.warp_specialize(*kept, _semantic=_semantic, _generator=_generator)
+
+    @_core.builtin
     def with_fields(aggregate: Any, _semantic: Any = None, **changes: Any) -> Any:
         """Returns an aggregate with other values of some fields."""
         made = object.__new__(type(aggregate))  # the constructor takes groups, whose fields the aggregate has
@@ -114,7 +126,7 @@ else:
     gluon = gl = mbarrier = tma = jit = aggregate = tl
     constexpr_function = tl.constexpr_function
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = tma_add = tma_load = tma_store = TensorDescriptor = tl
-    block_barrier = reinterpret = with_fields = tl
+    block_barrier = reinterpret = warp_specialize = with_fields = tl
 
 __all__ = [
     "TensorDescriptor",
@@ -130,6 +142,7 @@ __all__ = [
     "tma_add",
     "tma_load",
     "tma_store",
+    "warp_specialize",
     "warpgroup_mma",
     "warpgroup_mma_wait",
     "with_fields",

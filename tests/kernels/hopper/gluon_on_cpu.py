@@ -183,6 +183,7 @@ class Language(types.SimpleNamespace):
     def __init__(self, program: int, programs: int) -> None:
         super().__init__()
         self.float32, self.int32, self.int64 = torch.float32, torch.int32, torch.int64
+        self.float16, self.bfloat16 = torch.float16, torch.bfloat16
         self.int8, self.int16, self.float8e4nv = torch.int8, torch.int16, torch.float8_e4m3fn
         self.program_id, self.num_programs = lambda axis: program, lambda axis: programs
         self.constexpr, self.tuple = lambda x: x, tuple
@@ -218,8 +219,8 @@ class Language(types.SimpleNamespace):
         return Memory(torch.full(list(shape), torch.nan if dtype.is_floating_point else 99, dtype=dtype), dtype)
 
     def warp_specialize(self, roles: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
-        """Runs the roles, each in a thread of its own."""
-        run_roles([partial(role, *arguments) for role, arguments in roles])
+        """Runs the roles that are present, each in a thread of its own."""
+        run_roles([partial(role[0], *role[1]) for role in roles if role])
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
         offsets = torch.as_tensor(pointer.offsets)
@@ -354,11 +355,15 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "warpgroup_mma_wait": wait_product,
         "fence_async_shared": lambda: None,
         "block_barrier": lambda: None,
+        "warp_specialize": block.language.warp_specialize,
         "exp2": torch.exp2,
         "lg2": torch.log2,
         "exp2_at_most_one": lambda x: torch.exp2(torch.minimum(x, torch.zeros(()))),
         "tanh": torch.tanh,
         "tanh_of_tile": tanh_of_tile,
+        "int8_in_float16": lambda numbers: numbers.to(torch.float16),
+        "int8_in_bfloat16": lambda numbers: numbers.to(torch.bfloat16),
+        "float8_in_bfloat16": lambda numbers: numbers.to(torch.bfloat16),
         "rescale": lambda acc, alpha: acc * alpha,
         "settle": settled,
         "add_scaled": lambda total, factor, x: fused_multiply_add(factor, x, total),
@@ -373,7 +378,7 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "like": lambda per_row, x: per_row[:, None],
         "accumulator_layout": lambda width: None,
         "eight_bit_accumulator_layout": lambda width: None,
-        "row_vectors": lambda width: None,
+        "row_vectors": lambda width, warps=4: None,
         "load_dropout_key": lambda seed: dropout._key_of(seed.memory),
         "dropout_words": dropout_words,
         "opaque": lambda x: x,

@@ -31,7 +31,7 @@ from warpwave.kernels.hopper import (
     visible,
     words,
 )
-from warpwave.kernels.hopper.flash_fwd import consumer, kernel, mask_bias, producer
+from warpwave.kernels.hopper.flash_fwd import consumer, kernel, mask_bias, producer, widener
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.problem import AnyOperands, AttentionProblem
 from warpwave.runtime import launch
@@ -40,7 +40,7 @@ from warpwave.workbench.verify.reference import oracle
 
 MODULES = (
     *(kernel, consumer, producer, mask_bias, factors, pages, parts, rows, scheduler, serial, softmax, split_float32),
-    *(visible, words),
+    *(visible, widener, words),
 )
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
@@ -165,7 +165,27 @@ FROM_PAGES: dict[str, dict[str, Any]] = {
 )
 def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, features: str, page_size: int) -> None:
     """Sequences of other lengths in shuffled pages, NaN where no key is, and page ids far outside the pool."""
-    case = PagedCase(page_size, "bfloat16", dims, (4, 2), max_seqlen_k=256, **FROM_PAGES[features])
+    gate_pages(PagedCase(page_size, "bfloat16", dims, (4, 2), max_seqlen_k=256, **FROM_PAGES[features]), config)
+
+
+@pytest.mark.parametrize("features", FROM_PAGES)
+@pytest.mark.parametrize(
+    ("dtype", "cache", "page_size", "dims", "config"),
+    [
+        ("bfloat16", "float8_e4m3fn:head", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
+        ("float16", "int8:head", 64, (192, 128), flash_fwd.Config(128, 64, 2)),
+        ("bfloat16", "int8:head", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
+        ("float16", "float8_e4m3fn:head", 32, (48, 16), flash_fwd.Config(64, 128, 3)),
+    ],
+    ids=str,
+)
+def test_8_bit_pages_on_a_cpu(
+    dtype: str, cache: str, page_size: int, dims: tuple[int, int], config: flash_fwd.Config, features: str
+) -> None:
+    gate_pages(PagedCase(page_size, dtype, dims, (4, 2), max_seqlen_k=256, cache=cache, **FROM_PAGES[features]), config)
+
+
+def gate_pages(case: PagedCase, config: flash_fwd.Config) -> None:
     call = paged.build(case, "normal", CPU)
     problem, operands = call.problem, call.operands
     if not case.packed:  # as `host._bind_flat` does
@@ -196,7 +216,7 @@ def test_the_lead_of_a_row_is_the_exponent_of_its_largest_probability(scale: flo
         shift, alpha, m_i, lead = of_softmax.new_maximum(tile, scale, m_i, lead, True)
         p, sums = of_softmax.probabilities(tile, scale, shift, alpha, sums, 64)
         own[0], own_alpha, own[1] = of_softmax.settled_maximum(tile, scale, own[0], own[1])
-        own_p, own[2] = of_softmax.own_probabilities(tile, scale, own[0], own_alpha, own[2], True)
+        own_p, own[2] = of_softmax.own_probabilities(tile, scale, own[0], own_alpha, own[2], True, False)
         assert torch.equal(own_p, p) and torch.equal(of_softmax.of_rows(own[0], p), m_i)
         assert torch.equal(of_softmax.of_rows(own[1], p), lead)
         torch.testing.assert_close(own[2].sum(1), sums.sum(1))

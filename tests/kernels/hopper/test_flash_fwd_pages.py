@@ -22,6 +22,7 @@ from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 CHUNKS = ((300, 300), (129, 1000), (1, 77), (0, 40), (200, 200), (64, 900))
+CACHES = ("float8_e4m3fn:head", "int8:head")
 ALIKE = ((200, 700), (200, 200), (200, 330))
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -113,11 +114,12 @@ def test_repeats_are_bit_equal(page_size: int, window: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-def test_new_lengths_and_tables() -> None:
+@pytest.mark.parametrize("cache", ["", *CACHES])
+def test_new_lengths_and_tables(cache: str) -> None:
     """Calls of one class, with other totals, tables and lengths, as a server makes them; an out of the caller's."""
     cases = [
         PagedCase(16, "bfloat16", (64, 64), (8, 2), tuple((q + n, k + 3 * n) for q, k in CHUNKS), True, "bottom_right",
-                  max_seqlen_k=1024 + 16 * n)
+                  max_seqlen_k=1024 + 16 * n, cache=cache)
         for n in (0, 1, 7, 16, 30)
     ]  # fmt: skip
     for case in cases * 2:
@@ -165,6 +167,80 @@ def test_pages_past_four_gibibytes() -> None:
     )
 
 
+# 8-bit caches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_8_bit_features(page_size: int, cache: str, feature: str, packed: bool) -> None:
+    case = PagedCase(
+        page_size, "bfloat16", (128, 128), (8, 2), CHUNKS if packed else ALIKE, packed, max_seqlen_k=1024,
+        cache=cache, **FEATURES[feature],
+    )  # fmt: skip
+    check(OF_HOPPER, case, "sharp")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(16, 16), (48, 48), (64, 64), (80, 112), (96, 64), (160, 160), (192, 128), (256, 256),
+                                  (256, 64), (64, 256)], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_8_bit_head_sizes(cache: str, dtype: str, dims: tuple[int, int]) -> None:
+    for page_size, more in ((16, {"causal": "bottom_right"}), (256, {"window": (90, 0), "softcap": 30.0})):
+        case = PagedCase(page_size, dtype, dims, (6, 2), CHUNKS, True, max_seqlen_k=1024, cache=cache, **more)
+        check(OF_HOPPER, case, "normal")
+
+
+OF_8_BITS = {"dtype_kv": "float8_e4m3fn", "kv_factors": "head"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "config"),
+    [(d, c) for d in (64, 128, 256) for c in configs(problem(head_dim=d, head_dim_v=d, **OF_8_BITS), H200)],
+    ids=str,
+)
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_8_bit_every_config(page_size: int, head_dim: int, config: Config) -> None:
+    case = PagedCase(
+        page_size, "bfloat16", (head_dim, head_dim), (8, 2), CHUNKS, True, "bottom_right", (150, 0), max_seqlen_k=1024,
+        cache=CACHES[page_size == 16],
+    )  # fmt: skip
+    check(OF_HOPPER, case, "normal", config=replace(config, heads=4 if page_size == 16 else 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [Config(64, 64, 2), Config(128, 64, 3), Config(192, 64, 3)], ids=str)
+@pytest.mark.parametrize("cache", CACHES)
+def test_8_bit_pages_equal_pages_of_16_bits(cache: str, config: Config) -> None:
+    """With factors of 1 and the same tiles, bit for bit: float16 holds every number."""
+    case = PagedCase(16, "float16", (128, 128), (8, 2), CHUNKS, True, "bottom_right", max_seqlen_k=1024, cache=cache)
+    call = paged.build(case, "normal", DEVICE)
+    o = call.operands
+    one = torch.ones(2, device=DEVICE)
+    k, v = (x.to(torch.float16) / (32 if x.dtype == torch.int8 else 1) for x in (o.k, o.v))
+    scale = one / 32 if o.k.dtype == torch.int8 else one
+    expected = paged.run(OF_HOPPER, call._replace(operands=o._replace(k=k, v=v, k_descale=None, v_descale=None)),
+                         config=config)  # fmt: skip
+    found = paged.run(OF_HOPPER, call._replace(operands=o._replace(k_descale=scale, v_descale=scale)), config=config)
+    assert bits(*found) == bits(*expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", CACHES)
+def test_8_bit_repeats_are_bit_equal(cache: str) -> None:
+    case = PagedCase(16, "bfloat16", (128, 128), (8, 2), CHUNKS, True, "bottom_right", max_seqlen_k=1024, cache=cache)
+    call = paged.build(case, "normal", DEVICE)
+    first, first_lse = paged.run(OF_HOPPER, call)
+    assert first_lse is not None
+    for _ in range(2000):
+        out, lse = paged.run(OF_HOPPER, call)
+        assert torch.equal(out, first) and lse is not None and torch.equal(lse, first_lse)
+
+
 # Choice ---------------------------------------------------------------------------------------------------------------
 
 
@@ -206,9 +282,9 @@ def test_refusals(change: dict[str, Any], reason: str) -> None:
     assert any(reason in why for why in dispatch.why_not(dispatch.hopper_flash_fwd, problem(**change), H200))
 
 
-def test_an_8_bit_cache_is_for_split_kv() -> None:
-    cache = problem(dtype_kv="int8", kv_factors="token")
-    assert dispatch.choose(cache, H200).kernel.NAME == "split_kv"
+@pytest.mark.parametrize(("kind", "chosen"), [("head", OF_HOPPER), ("token", "split_kv")])
+def test_a_cache_with_factors_of_tokens_is_for_split_kv(kind: str, chosen: str) -> None:
+    assert dispatch.choose(problem(dtype_kv="int8", kv_factors=kind), H200).kernel.NAME == chosen
 
 
 @pytest.mark.parametrize("serving", [{"num_splits": 3}, {"shared_prefix": 64}])

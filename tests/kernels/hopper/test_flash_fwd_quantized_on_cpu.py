@@ -19,7 +19,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import factors, flash_fwd, rows, scheduler, serial, softmax, split_float32, visible
 from warpwave.kernels.hopper import parts as device_parts
 from warpwave.kernels.hopper import words as device_words
-from warpwave.kernels.hopper.flash_fwd import Config, config, consumer, kernel, mask_bias, producer
+from warpwave.kernels.hopper.flash_fwd import Config, config, consumer, kernel, mask_bias, producer, widener
 from warpwave.kernels.prepass import widen_values
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -44,7 +44,7 @@ def on_cpu(call: Call, chosen: Config) -> tuple[Tensor, Tensor]:
     for spec in ahead:
         launch.bind(spec)(*spec.tensors)
     modules = (
-        *(kernel, consumer, producer, mask_bias, factors, device_parts, rows, scheduler, serial, softmax),
+        *(kernel, consumer, producer, widener, mask_bias, factors, device_parts, rows, scheduler, serial, softmax),
         *(split_float32, visible, device_words),
     )
     gluon_on_cpu.run_launch(attend, modules, 2, {})

@@ -29,23 +29,33 @@ class OfKeys:
 
 
 @aggregate
+class OfQueries:
+    """The factors of Q of a call.
+
+    Args:
+        ptr: float32.
+        strides: `groups.QDescaleStrides`.
+        BLOCK: queries that share a factor; 0 if all queries of a head do.
+    """
+
+    ptr: gl.tensor
+    strides: gl.tuple
+    BLOCK: gl.constexpr
+
+
+@aggregate
 class Factors:
     """The factors of a call.
 
     Args:
-        q_ptr, q_strides: those of Q, float32, and their `groups.QDescaleStrides`.
-        of_k: those of K.
-        of_v: those of V; () if V is not quantized.
+        of_q, of_k, of_v: those of Q, K and V; of Q or V () if it is not quantized.
         group_size: query heads of a kv head.
-        Q_BLOCK: queries that share a factor; 0 if all queries of a head do.
     """
 
-    q_ptr: gl.tensor
-    q_strides: gl.tuple
+    of_q: object
     of_k: OfKeys
     of_v: object
     group_size: gl.tensor
-    Q_BLOCK: gl.constexpr
 
 
 @aggregate
@@ -67,7 +77,7 @@ def has_factors(factors):
     """Returns whether scores have factors; `factors` is a `Factors`, an `OfHead`, or () for none."""
     if hasattr(factors, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
         return False
-    return hasattr(factors, "Q_BLOCK") or hasattr(factors, "BLOCK")
+    return hasattr(factors, "of_q") or hasattr(factors, "BLOCK")
 
 
 @constexpr_function
@@ -95,16 +105,9 @@ def of_head(of_keys, of_v, group_size, work):
 def rules_of_queries(factors, row_first, work, rules):
     """Returns the rules for 64 queries, from `row_first` on, of one head: their factors are those of its keys, and
     their scale includes the factor of Q, and that of K if the head has only one."""
-    batch = work.batch.to(gl.int64)
-    kv_head = work.head // factors.group_size
-    member = (work.head - kv_head * factors.group_size).to(gl.int64)
-    q_strides = factors.q_strides
-    pointer = factors.q_ptr + (batch * q_strides[0] + kv_head.to(gl.int64) * q_strides[1] + member * q_strides[2])
-    if factors.Q_BLOCK > 0:
-        # Queries past the last one have no factor.
-        row = gl.minimum(row_first, gl.maximum(work.seqlen_q - 1, 0))
-        pointer += (row // factors.Q_BLOCK).to(gl.int64) * q_strides[3]
-    factor = gl.load(pointer)
+    factor = gl.to_tensor(1.0)
+    if has_factors(factors.of_q):
+        factor = factor_of_queries(factors.of_q, factors.group_size, row_first, work)
     of_v = ()
     if is_v_quantized(factors):
         of_v = of_head(factors.of_v, (), factors.group_size, work)
@@ -113,6 +116,21 @@ def rules_of_queries(factors, row_first, work, rules):
     if head.BLOCK == 0:
         factor = factor * gl.load(head.ptr)
     return with_fields(rules, scale=in_range(rules.scale * factor), factors=head)
+
+
+@jit
+def factor_of_queries(of_q, group_size, row_first, work):
+    """Returns the factor of 64 queries, from `row_first` on, of one head."""
+    batch = work.batch.to(gl.int64)
+    kv_head = work.head // group_size
+    member = (work.head - kv_head * group_size).to(gl.int64)
+    strides = of_q.strides
+    pointer = of_q.ptr + (batch * strides[0] + kv_head.to(gl.int64) * strides[1] + member * strides[2])
+    if of_q.BLOCK > 0:
+        # Queries past the last one have no factor.
+        row = gl.minimum(row_first, gl.maximum(work.seqlen_q - 1, 0))
+        pointer += (row // of_q.BLOCK).to(gl.int64) * strides[3]
+    return gl.load(pointer)
 
 
 @jit

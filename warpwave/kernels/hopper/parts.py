@@ -70,6 +70,24 @@ def buffers(maps, COUNT: gl.constexpr, ROWS_OF_TILE: gl.constexpr = 0):
 
 
 @jit
+def wide_buffers(maps, DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS_OF_TILE: gl.constexpr):
+    """Allocates tiles as `buffers` does, of a dtype of 16 bits instead of that of the maps."""
+    pieces = ()
+    for i in gl.static_range(len(maps)):
+        pieces = pieces + (
+            gl.allocate_shared_memory(DTYPE, shape_of_tiles(maps[i], COUNT, ROWS_OF_TILE), sixteen_bit_layout(maps[i])),
+        )
+    return pieces
+
+
+@constexpr_function
+def sixteen_bit_layout(tensor_map):
+    """Returns the layout that wgmma reads of 16-bit tiles as wide as a map's block."""
+    width = int(tensor_map.block_type.shape[-1])
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
+
+
+@jit
 def barriers(COUNT: gl.constexpr):
     """Allocates COUNT barriers."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -305,6 +323,12 @@ def eight_bit_accumulator_layout(width):
     """Returns wgmma's layout of 64 rows of `width` float32 or int32, for 8-bit operands: element by element that of
     16-bit operands."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, int(width), 32])
+
+
+@constexpr_function
+def has_eight_bits(maps):
+    """Returns whether a tensor has 8-bit elements."""
+    return bool(maps[0].block_type.nbytes == math.prod(int(size) for size in maps[0].block_type.shape))
 
 
 @constexpr_function

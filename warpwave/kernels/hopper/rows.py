@@ -18,9 +18,9 @@ BOX = gl.constexpr(64)  # columns of 16 bits that one line of swizzled shared me
 
 
 @constexpr_function
-def row_vectors(width):
-    """Returns a warpgroup's layout for [rows, width] with reads and writes of 16-byte vectors along rows."""
-    return gl.BlockedLayout([1, 8], [256 // int(width), int(width) // 8], [4, 1], [1, 0])
+def row_vectors(width, warps=4):
+    """Returns a layout for [rows, width] with reads and writes of 16-byte vectors of 16-bit numbers along rows."""
+    return gl.BlockedLayout([1, 8], [256 // int(width), int(width) // 8], [int(warps), 1], [1, 0])
 
 
 @jit

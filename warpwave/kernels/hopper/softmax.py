@@ -15,6 +15,10 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 # Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
 # reach 2^4. Random scores of one variance rarely rise by 4 bits after the first tile.
 LAG = gl.constexpr(4.0)
+# By how many bits probabilities are raised that stand in float16 for bfloat16: the least normal one is then 2^-25, and
+# with the lag the largest is 2^15.
+RAISE = gl.constexpr(11.0)
+LOWER = gl.constexpr(2.0**-11)
 # parts.OFFSET_OF_INT8 as float32: sums of int8 products are too large by this number.
 OFFSET = gl.constexpr(1.5 * 2**23)
 
@@ -272,12 +276,14 @@ def everywhere(number, x):
 
 
 @jit
-def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr):
+def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr, RAISES: gl.constexpr):
     """Computes `probabilities` on per-thread state; the sums are [64, 4] too. A row that saw nothing has probabilities
     0."""
     shift = m
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
+    if RAISES:
+        shift = shift - RAISE
     factor = scale
     if has_offset(scale):
         shift = shift + scale.offset

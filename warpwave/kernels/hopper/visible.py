@@ -44,6 +44,7 @@ class Rules:
 
     options: Options
     ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length
+    RAISES: gl.constexpr = False  # whether probabilities are multiplied by 2^softmax.RAISE
     dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
     factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
 

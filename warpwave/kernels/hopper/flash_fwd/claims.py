@@ -51,13 +51,13 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.dropout_p and (problem.dtype == "float32" or is_wide):
         found.append(f"it has dropout only in 16-bit types and up to head_dim {MAX_HEAD_DIM_WITH_DROPOUT}")
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        dtype = problem.dtype if name == "head_dim" else problem.dtype_of_v
+        dtype = problem.dtype_of_k if name == "head_dim" else problem.dtype_kv or "float16"  # v as the launch reads it
         if size > MAX_HEAD_DIM[problem.dtype]:
             found.append(
                 f"{name} is {size}; rows of K and V must fit a tile and rows of out must fit the registers: "
                 f"at most {MAX_HEAD_DIM[problem.dtype]} in {problem.dtype}"
             )
-        multiple = 8 if name == "head_dim_v" else 16 // DTYPE_BYTES[dtype]  # v has 16 bits in the attention's launch
+        multiple = 16 // DTYPE_BYTES[dtype]
         if size % multiple and problem.dtype != "float32":
             found.append(
                 f"{name} is {size}; it must be a multiple of {multiple}, because TMA copies multiples of 16 bytes"
@@ -82,7 +82,7 @@ def _against_pages(problem: AttentionProblem) -> list[str]:
         return []
     others = {
         "float32": problem.dtype == "float32",
-        f"a cache of {problem.dtype_kv}": problem.dtype_kv is not None,
+        "factors of tokens": problem.kv_factors == "token",
         f"pages of {problem.page_size}": problem.page_size < LEAST_PAGE,
         "results that do not depend on the batch": problem.batch_invariant,
         "a mask": problem.mask_shape is not None,
@@ -154,7 +154,8 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In
     float32 it includes what the preceding launches read, and the parts that they write."""
-    size, size_v, size_out = (DTYPE_BYTES[x] for x in (problem.dtype, problem.dtype_of_v, problem.dtype_of_out))
+    dtypes = problem.dtype, problem.dtype_of_k, problem.dtype_of_v, problem.dtype_of_out
+    size, size_k, size_v, size_out = (DTYPE_BYTES[x] for x in dtypes)
     size_v = 2 if widens(problem) else size_v
     width, width_v = map(sum, row_pieces(problem, config))
     visited = walk(problem, config.block_m, config.block_n, config.heads, from_first=True).tiles
@@ -182,7 +183,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
                 launches = 3
                 split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
     if problem.dtype != "float32":  # as TMA copies them: 80 columns of 16 bits take as long as 176
-        k_bytes = line_bytes(size * problem.head_dim) + line_bytes(size_v * problem.head_dim_v)
+        k_bytes = line_bytes(size_k * problem.head_dim) + line_bytes(size_v * problem.head_dim_v)
     reads = of_heads * q_bytes + visited * config.block_n * k_bytes
     if problem.mask_shape is not None:  # a preceding launch packs the mask into bits
         split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2

@@ -11,6 +11,7 @@ from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
+MOST_NARROW_STAGES = 2  # tiles of 8 bits that wait for the widener, if as many fit
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
@@ -90,26 +91,37 @@ def heads_together(problem: AttentionProblem) -> int:
 
 
 def widens(problem: AttentionProblem) -> bool:
-    """Returns whether v has 8 bits: a preceding launch writes it in float16."""
+    """Returns whether v has 8 bits, not in a cache: a preceding launch writes it in float16."""
     return problem.is_quantized and DTYPE_BYTES[problem.dtype_of_v] == 1
+
+
+def has_widener(problem: AttentionProblem) -> bool:
+    """Returns whether blocks have a widener, which converts the tiles of an 8-bit cache (widener.py)."""
+    return problem.dtype_kv is not None
 
 
 # Resources of an SM ---------------------------------------------------------------------------------------------------
 
 
-def registers(config: Config) -> tuple[int, int]:
-    """Returns the registers that a consumer thread and a producer thread request, both multiples of 8. An SM has 65,536
-    registers; the producer's warpgroup counts in full.
+def registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
+    """Returns the registers that a consumer thread and a thread of the producer's warpgroup request, both multiples of
+    8. An SM has 65,536 registers; the producer's warpgroup, which the widener is part of, counts in full.
 
     With one consumer warpgroup, only the producer requests a number. Triton gives the consumer the rest of the block's
-    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py).
+    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py); 32
+    fewer beside a widener.
     """
+    if has_widener(problem):
+        return {1: (240, 56), 2: (224, 56), 3: (152, 56)}[config.groups]
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
 def row_pieces(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the pieces of a row of Q and K, and those of a row of V. wgmma sums 32 columns of 8 bits at a time."""
-    return pieces(problem.head_dim, 32 if problem.is_quantized else 16), pieces(problem.head_dim_v, config.narrowest_v)
+    """Returns the pieces of a row of Q and K, and those of a row of V. wgmma sums 32 columns of 8 bits at a time, and
+    a swizzled line of shared memory has 32 bytes at least."""
+    of_keys = 32 if problem.is_quantized or has_widener(problem) else 16
+    of_values = max(config.narrowest_v, 32 if has_widener(problem) else 16)
+    return pieces(problem.head_dim, of_keys), pieces(problem.head_dim_v, of_values)
 
 
 def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
@@ -140,14 +152,28 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every config compiles to."""
     if problem.dtype == "float32":
         return _smem(problem, config, 0, max(1, num_parts(problem, gpu)))
-    return _smem(problem, config, out_columns(problem, config))
+    return _smem(problem, config, out_columns(problem, config), narrow_stages=narrow_stages(problem, config))
 
 
-def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1) -> int:
+@by_kind
+def narrow_stages(problem: AttentionProblem, config: Config) -> int:
+    """Returns the number of 8-bit tiles that wait for the widener, of K and of V each: 0 without a widener."""
+    limit = SMEM_PER_SM // config.blocks_per_sm - 1024
+    columns = out_columns(problem, config)
+    fits = [n for n in range(2, MOST_NARROW_STAGES + 1) if _smem(problem, config, columns, narrow_stages=n) <= limit]
+    return max(fits, default=1) if has_widener(problem) else 0
+
+
+def _smem(
+    problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1, narrow_stages: int | None = None
+) -> int:
+    if narrow_stages is None:
+        narrow_stages = int(has_widener(problem))
     width, width_v = map(sum, row_pieces(problem, config))
     of_keys = config.block_m + config.num_stages * config.block_n  # rows of Q and K
     of_values = config.block_m * out_columns + config.num_stages * config.block_n * width_v
     beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
+    beside += narrow_stages * config.block_n * (width + width_v)
     size = 1 if problem.is_quantized else 2 * parts
     return of_keys * width * size + of_values * 2 * parts + beside + 2048  # 2048 for barriers and reductions
 
@@ -214,4 +240,4 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
         needed = block_n // 2 + width_v // 2 + 32
     # By blocks per SM: what a consumer of two warpgroups requests, or gets alone with three blocks. With two blocks it
     # gets 232; the margin of 32 was not measured.
-    return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(config)[0]
+    return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(problem, config)[0]

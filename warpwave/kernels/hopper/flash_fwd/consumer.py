@@ -57,6 +57,7 @@ from warpwave.kernels.hopper.parts import (
 from warpwave.kernels.hopper.rows import store_out, zero_head, zero_values
 from warpwave.kernels.hopper.serial import serial_tiles, too_wide_to_overlap
 from warpwave.kernels.hopper.softmax import (
+    LOWER,
     factors_of_out,
     of_rows,
     own_maxima,
@@ -123,11 +124,11 @@ def step(
         acc = wait_for(pending)
         hand_back_multiplied(v_ring, n)
         acc = rescaled(acc, alpha)
-        p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
+        p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules), rules.RAISES)
     else:
         # This position keeps ptxas from hoisting the wait for wgmma above the exponentials (tests/compile check the
         # order).
-        p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules))
+        p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, has_masked_steps(place, rules), rules.RAISES)
         wait_step_values(v_ring, n + 1, tile, place, keys, rules)
         acc = wait_for(pending)
         hand_back_multiplied(v_ring, n)
@@ -203,7 +204,7 @@ def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rule
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
     acc = rescaled(acc, alpha)
-    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
+    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     wait_values(v_ring, n, tile, place, keys, rules)
     acc = wait_for(values_async(operand(dropped(p32, tile, place, keys, rules), v_ring), v_ring, n, acc))
     hand_back_multiplied(v_ring, n)
@@ -245,7 +246,7 @@ def overlapped_tiles(
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, is_last, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
-    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
+    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         acc = rescaled(acc, alpha)
     p = operand(dropped(p32, tile, place, keys, rules), v_ring)
@@ -286,7 +287,7 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, following < begin, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
-    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True)
+    p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     acc = rescaled(acc, alpha)
     p = operand(dropped(p32, tile, place, keys, rules), v_ring)
     wait_values(v_ring, n, tile, place, keys, rules)
@@ -409,6 +410,8 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
         row_first = first_query(work, GROUP, rules)
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
+        if rules.RAISES:
+            l_row = l_row * LOWER
         l_out = l_row
         if rules.PARTS == 1 and not has_blocks_of_values(rules.factors):
             l_out = l_row + rounding_of_the_largest(lead, v_ring.pieces[0].dtype)
@@ -418,6 +421,8 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
             sink = gl.load(queries.sinks_ptr + heads_of_rows(work.head, gl.arange(0, ROWS, row_layout), rules)) * LOG2_E
             m_i, l_row, l_out, factor = with_sink(m_i, l_row, l_out, sink)
         saw_nothing, factor = factors_of_out(l_row, l_out, factor, rules)
+        if rules.RAISES:
+            factor = factor * LOWER
         if has_dropout(rules.dropout):
             factor = factor * rules.dropout.scale
         if has_factors(rules.factors):

@@ -12,12 +12,14 @@ import torch
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments, descales, dropout
+from warpwave.kernels import arguments, cache_descales, descales, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
+    has_widener,
     heads_together,
+    narrow_stages,
     num_parts,
     out_columns,
     out_pieces,
@@ -39,8 +41,9 @@ __all__ = ["Binder", "bind", "specify"]
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
 QUANTIZED = True
+QUANTIZED_CACHE = True
 NO_PAGES = (None, None, None)
-NO_OTHERS = (None,) * 7  # words of a mask, bias, inverses, dropout's seed, factors of q, k and v
+NO_OTHERS = (None,) * 5  # words of a mask, bias, inverses, dropout's seed, factors of q
 WIDENS_VALUES = True  # a v of 8 bits is multiplied in float16
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
 BIAS_SOURCE = 4 + 7  # index in the kernel's pointers, after the maps of q, k, v and out (tensor_maps.MapPlan.source)
@@ -144,7 +147,7 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
     def run(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *pages = operands
         out, lse = allocate(out)
-        others = NO_OTHERS if pages else ()
+        others = (*NO_OTHERS, *pages[3:]) if pages else ()
         # out is passed twice: as the source of its tensor maps, and as the pointer that packed calls also store to.
         launch_kernel(q, k, v, out, out, lse, slopes, sinks, offsets_q, offsets_k, *others, *pages[:3])
         return out, lse
@@ -183,8 +186,9 @@ def _launcher(
     Triton would compile again for its numbers."""
     packed = problem.packed
     seen = [host.seen(operands.q, packed), *_seen_keys(problem, operands)]
-    for _, (batch, head, *_) in seen:
-        if batch % 8 or head % 8 or not (0 < batch < 2**39 and 0 < head < 2**39):
+    of_keys = 16 if problem.dtype_kv else 8  # elements of 16 bytes
+    for (_, (batch, head, *_)), unit in zip(seen, (8, of_keys, of_keys), strict=True):
+        if batch % unit or head % unit or not (0 < batch < 2**39 and 0 < head < 2**39):
             return None
     heads, width = problem.num_heads_q, problem.head_dim_v
     row = heads * width
@@ -198,7 +202,8 @@ def _launcher(
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
     grid = min(tiles, (gpu.num_sms or host.NUM_SMS) * config.blocks_per_sm)
     of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES  # a call fewer without pages
-    return known.family.launcher(grid, [*schedule, *known.scalars, *of_pages], maps)
+    scalars = _after_schedule(problem, operands) if problem.dtype_kv else known.scalars  # strides of factors
+    return known.family.launcher(grid, [*schedule, *scalars, *of_pages], maps)
 
 
 def _seen_keys(problem: AttentionProblem, operands: AnyOperands) -> tuple[host.Described, host.Described]:
@@ -454,11 +459,13 @@ def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[An
         scale = 2.0**-100  # hidden scores are multiplied too, and 0 * -inf is NaN; all others still round to 0
     of_bias = arguments.broadcast_strides(operands.bias)[:3]
     of_factors: list[int | None] = [None] * 10
-    if problem.is_quantized:
-        q_descale, *of_keys = _factors(operands)
-        of_factors = [*descales.strides_of_q(problem, q_descale)]
-        for descale in of_keys:
+    if isinstance(operands, QuantizedOperands):
+        of_factors = [*descales.strides_of_q(problem, operands.q_descale)]
+        for descale in (operands.k_descale, operands.v_descale):
             of_factors += [None] * 3 if descale is None else descales.strides_of_keys(descale)
+    elif isinstance(operands, CachedOperands) and problem.dtype_kv:
+        _, _, of_k, _, _, of_v = cache_descales.strides(operands.k_descale, operands.v_descale)
+        of_factors[4:] = [0, of_k, 0, 0, of_v, 0]
     of_dropout = dropout.scalars(problem.dropout_p)
     return [scale, softcap, *mask_bits.strides(problem), *of_bias, *of_dropout, *of_factors]
 
@@ -467,6 +474,8 @@ def _factors(operands: AnyOperands) -> tuple[Any, Any, Any]:
     """Returns the factors of q, k and v, None for a tensor that is not quantized."""
     if isinstance(operands, QuantizedOperands):
         return operands.q_descale, operands.k_descale, operands.v_descale
+    if isinstance(operands, CachedOperands):
+        return None, operands.k_descale, operands.v_descale
     return None, None, None
 
 
@@ -479,13 +488,14 @@ def _tables(operands: AnyOperands) -> tuple[Any, Any, Any]:
 
 def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[str, int | bool]:
     """Returns the compile-time arguments of the kernel, by name."""
-    consumer, producer = registers(config)
+    consumer, producer = registers(problem, config)
     block_q, block_k, block_v = problem.descale_blocks or (0, 0, 0)
     return {
         "GROUPS": config.groups,
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
-        "NAMED_BARRIERS": config.blocks_per_sm > 1,
+        "NARROW_STAGES": narrow_stages(problem, config),
+        "NAMED_BARRIERS": config.blocks_per_sm > 1 and not has_widener(problem),
         "OWN_OUT": problem.dtype == "float32" or out_columns(problem, config) > 0,
         "VALUES_FIRST": values_first(problem, config),
         "PARTS": parts,

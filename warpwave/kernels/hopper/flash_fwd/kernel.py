@@ -30,14 +30,31 @@ from __future__ import annotations
 from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import of_call
-from warpwave.kernels.hopper.factors import Factors, OfKeys
+from warpwave.kernels.hopper.factors import Factors, OfKeys, OfQueries
 from warpwave.kernels.hopper.flash_fwd.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, MaskAndBias, is_added
 from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
+from warpwave.kernels.hopper.flash_fwd.widener import (
+    WIDENER_WARPS,
+    Widener,
+    has_widener,
+    narrow_ring,
+    raises_probabilities,
+    unknown_end,
+    widener,
+)
 from warpwave.kernels.hopper.groups import Dropout, KeyDescaleStrides, QDescaleStrides, Queries, Schedule
-from warpwave.kernels.hopper.parts import FREE_BARRIERS, Ring, barriers, buffers, present, ring_init
+from warpwave.kernels.hopper.parts import (
+    FREE_BARRIERS,
+    Ring,
+    barriers,
+    buffers,
+    present,
+    ring_init,
+    wide_buffers,
+)
 from warpwave.kernels.hopper.visible import Options, Rules
-from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
+from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier, warp_specialize
 
 __all__ = ["hopper_flash_fwd_kernel"]
 
@@ -72,6 +89,7 @@ def hopper_flash_fwd_kernel(
     pages: Pages,
     counter_ptr,
     STAGES: gl.constexpr,
+    NARROW_STAGES: gl.constexpr,
     NAMED_BARRIERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -95,14 +113,18 @@ def hopper_flash_fwd_kernel(
     if call_options.HEAD_DIM_V == 0:
         out_maps = present(out_map, out_map_2, out_map_3)
     factors = ()
-    if q_descale_ptr is not None:
+    if k_descale_ptr is not None:
         of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
         of_v = ()
         if v_descale_ptr is not None:
             of_v = OfKeys(v_descale_ptr, v_descale_strides, V_BLOCK)
-        factors = Factors(q_descale_ptr, q_descale_strides, of_k, of_v, schedule.group_size, Q_BLOCK)
+        of_q = ()
+        if q_descale_ptr is not None:
+            of_q = OfQueries(q_descale_ptr, q_descale_strides, Q_BLOCK)
+        factors = Factors(of_q, of_k, of_v, schedule.group_size)
     aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
-    rules = Rules(call_options, aligns_keys, of_call(dropout), factors)
+    raises: gl.constexpr = raises_probabilities(k_maps, q_maps)
+    rules = Rules(call_options, aligns_keys, raises, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
         num_heads_kv = schedule.num_heads // schedule.group_size
@@ -119,8 +141,13 @@ def hopper_flash_fwd_kernel(
         beside = Beside(mask_and_bias, bias_maps, bias_tiles[0])
     k_full = barriers(STAGES)
     v_full = barriers(STAGES)
-    k_tiles = buffers(k_maps, STAGES * PARTS, call_options.BLOCK_N)
-    v_tiles = buffers(v_maps, STAGES * PARTS, call_options.BLOCK_N)
+    WIDENS: gl.constexpr = has_widener(k_maps, q_maps)
+    if WIDENS:
+        k_tiles = wide_buffers(k_maps, q_maps[0].dtype, STAGES, call_options.BLOCK_N)
+        v_tiles = wide_buffers(v_maps, gl.float16, STAGES, call_options.BLOCK_N)
+    else:
+        k_tiles = buffers(k_maps, STAGES * PARTS, call_options.BLOCK_N)
+        v_tiles = buffers(v_maps, STAGES * PARTS, call_options.BLOCK_N)
     if NAMED_BARRIERS:
         # Named barriers replace `empty`. A field of an aggregate cannot be absent, so `full` is passed again.
         k_ring = Ring(k_tiles, k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
@@ -143,6 +170,13 @@ def hopper_flash_fwd_kernel(
     box = scheduler.Mailbox(words, barriers(2), barriers(2))
     ring_init(k_ring, GROUPS)
     ring_init(v_ring, GROUPS)
+    k_source = k_ring  # what the producer fills
+    v_source = v_ring
+    of_widener = ()
+    if WIDENS:
+        k_source = narrow_ring(k_maps, NARROW_STAGES, call_options.BLOCK_N)
+        v_source = narrow_ring(v_maps, NARROW_STAGES, call_options.BLOCK_N)
+        of_widener = Widener(k_source, v_source, k_ring, v_ring, unknown_end())
     for g in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(g), count=1)
         mbarrier.init(q_empty.index(g), count=1)
@@ -151,37 +185,20 @@ def hopper_flash_fwd_kernel(
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
 
-    of_producer = Producer(q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_ring, v_ring, box, rules, beside)
+    of_producer = Producer(
+        q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_source, v_source, box, rules, beside, of_widener
+    )
     of_consumer = Consumer(
         out_maps, inverses_ptr, q_inverses_ptr, q_tiles, out_tiles, q_full, q_empty, k_ring, v_ring, box, rules, beside
     )
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (consumer, (0, of_consumer, queries, schedule)),
-                (producer, (of_producer, queries, schedule, pages, counter_ptr)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )
-    elif GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (consumer, (0, of_consumer, queries, schedule)),
-                (consumer, (1, of_consumer, queries, schedule)),
-                (producer, (of_producer, queries, schedule, pages, counter_ptr)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer, (0, of_consumer, queries, schedule)),
-                (consumer, (1, of_consumer, queries, schedule)),
-                (consumer, (2, of_consumer, queries, schedule)),
-                (producer, (of_producer, queries, schedule, pages, counter_ptr)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    warp_specialize(
+        [
+            (consumer, (0, of_consumer, queries, schedule)),
+            (consumer, (1, of_consumer, queries, schedule)) if GROUPS > 1 else (),
+            (consumer, (2, of_consumer, queries, schedule)) if GROUPS > 2 else (),
+            (widener, (of_widener,)) if WIDENS else (),
+            (producer, (of_producer, queries, schedule, pages, counter_ptr)),
+        ],
+        [4, 4, WIDENER_WARPS, 1],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -17,6 +17,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     tiles_shown,
     word_of,
 )
+from warpwave.kernels.hopper.flash_fwd.widener import announce_end
 from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.pages import in_pages, load_tile_of_pages, of_sequence
 from warpwave.kernels.hopper.parts import (
@@ -56,6 +57,7 @@ class Producer:
         q_tiles, q_full, q_empty: shared memory for a block's queries, and their barriers.
         k_ring, v_ring, box: the rings that it fills, and its messages to the consumers.
         beside: `mask_bias.Beside`, or () without a mask or bias.
+        widener: the state of the role that empties rings of 8-bit tiles (`widener.Widener`); () without one.
     """
 
     q_maps: gl.tuple
@@ -69,6 +71,7 @@ class Producer:
     box: scheduler.Mailbox
     rules: Rules
     beside: object
+    widener: object
 
 
 @jit
@@ -122,6 +125,7 @@ def producer(role, queries: Queries, schedule: Schedule, pages: Pages, counter_p
             t = scheduler.draw(counter_ptr, schedule.num_tiles)
     drain(role.k_ring, n)
     drain(role.v_ring, n)
+    announce_end(role.widener, n)
     zero = gl.to_tensor(0)
     scheduler.post(
         box,
