@@ -214,6 +214,7 @@ HOPPER = [
 
 # The same for paged caches.
 PAGES_ON_CPU = f"{ON_CPU}test_pages_on_a_cpu"
+EIGHT_BITS_ON_CPU = f"{ON_CPU}test_8_bit_pages_on_a_cpu"
 HOPPER_PAGES = [
     Mutant(
         "Hopper: every page of a tile copied to its first rows", "kernels/hopper/pages.py",
@@ -234,5 +235,25 @@ HOPPER_PAGES = [
         "Hopper: the length of another row", "kernels/hopper/scheduler.py",
         "length_of(pages, table_row_of(pages, b), s.seqlen_k)", "length_of(pages, b, s.seqlen_k)",
         PAGES_ON_CPU, "causal and 16", "gates fail",
+    ),
+    Mutant(
+        "Hopper: the first tile of a sequence twice, the last not at all", "kernels/hopper/scheduler.py",
+        "slot - before + missing)", "slot - before)",
+        "../kernels/hopper/test_scheduler.py::test_sequences_that_decode_come_before_prompts", "lengths0", "assert",
+    ),
+    Mutant(
+        "Hopper, 8-bit cache: rows of a tile from its beginning", "kernels/hopper/flash_fwd/widener.py",
+        "source.slice((j + 1) * ROWS_AT_ONCE", "source.slice(j * ROWS_AT_ONCE",
+        EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
+    ),
+    Mutant(
+        "Hopper, 8-bit cache: the factor of V of another head", "kernels/hopper/flash_fwd/host.py",
+        "of_factors[4:] = [0, of_k, 0, 0, of_v, 0]", "of_factors[4:] = [0, of_k, 0, 0, 0 * of_v, 0]",
+        EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
+    ),
+    Mutant(
+        "Hopper, 8-bit cache: the log-sum-exp of raised probabilities", "kernels/hopper/flash_fwd/consumer.py",
+        "l_row = l_row * LOWER", "l_row = l_row * 1.0",
+        EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
     ),
 ]  # fmt: skip

@@ -37,7 +37,7 @@ class Queries(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The tiles of a call: see `scheduler.dense_tile` and `packed_tile`.
+    """The tiles of a call: see `scheduler.dense_tile`, `packed_tile` and `paged_tile`.
 
     Attributes:
         num_heads: heads that have tiles of their own. Heads that share tiles count as one, here and below.

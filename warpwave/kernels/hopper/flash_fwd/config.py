@@ -11,7 +11,6 @@ from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
-MOST_NARROW_STAGES = 2  # tiles of 8 bits that wait for the widener, if as many fit
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
@@ -157,23 +156,21 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 @by_kind
 def narrow_stages(problem: AttentionProblem, config: Config) -> int:
-    """Returns the number of 8-bit tiles that wait for the widener, of K and of V each: 0 without a widener."""
+    """Returns the number of 8-bit tiles that wait for the widener, of K and of V each: two if they fit, else one; 0
+    without a widener."""
+    if not has_widener(problem):
+        return 0
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
-    columns = out_columns(problem, config)
-    fits = [n for n in range(2, MOST_NARROW_STAGES + 1) if _smem(problem, config, columns, narrow_stages=n) <= limit]
-    return max(fits, default=1) if has_widener(problem) else 0
+    return 2 if _smem(problem, config, out_columns(problem, config), narrow_stages=2) <= limit else 1
 
 
-def _smem(
-    problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1, narrow_stages: int | None = None
-) -> int:
-    if narrow_stages is None:
-        narrow_stages = int(has_widener(problem))
+def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: int = 1, narrow_stages: int = 1) -> int:
     width, width_v = map(sum, row_pieces(problem, config))
     of_keys = config.block_m + config.num_stages * config.block_n  # rows of Q and K
     of_values = config.block_m * out_columns + config.num_stages * config.block_n * width_v
     beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
-    beside += narrow_stages * config.block_n * (width + width_v)
+    if has_widener(problem):
+        beside += narrow_stages * config.block_n * (width + width_v)
     size = 1 if problem.is_quantized else 2 * parts
     return of_keys * width * size + of_values * 2 * parts + beside + 2048  # 2048 for barriers and reductions
 

@@ -1,5 +1,5 @@
 """FlashAttention forward for NVIDIA Hopper: warp-specialized, in Gluon; bf16 and fp16, head_dim up to 384; float32 by
-parts of 16 bits, up to 256; float8 or int8 q and k, up to 256.
+parts of 16 bits, up to 256; float8 or int8 q and k, or paged caches of them, up to 256.
 
 A block is one producer warp and one to three consumer warpgroups of 64 rows each. The producer loads Q, K and V
 tiles into shared memory by TMA. Consumers multiply them by wgmma directly from shared memory and keep probabilities in
@@ -9,7 +9,7 @@ registers. They turn the scores of one tile into probabilities while the tensor 
 (prepass/scale_ahead.py, prepass/split_ahead.py); every product becomes one, three or six (../split_float32.py). A
 preceding launch packs a boolean mask into bits (prepass/mask_bits.py); a bias is loaded with K (mask_bias.py).
 Quantized q and k are multiplied in 8 bits, and a quantized v in float16, in which a preceding launch writes it
-(prepass/widen_values.py).
+(prepass/widen_values.py). Tiles of an 8-bit cache are converted by a third role (widener.py).
 
     S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 
