@@ -31,6 +31,7 @@ class Cost:
         operand_bytes: read from shared memory by multiply-adds; operands of matrix units are not counted.
         conversions: elements of operands that a loop converts to parts of float32 numbers; each part is counted, once
             for every thread that holds the same element.
+        widener_us: time of all SMs together for which a role of blocks converts 8-bit tiles beside the products.
         items: tiles of the output that blocks process, if a block draws several; 0: one a block.
         steps: tiles of keys processed, over all blocks.
         longest: steps of the longest item; 0: all items have the same number.
@@ -70,6 +71,7 @@ class Cost:
     smem_margin: int = 0
     operand_bytes: int = 0
     conversions: int = 0
+    widener_us: float = 0.0
     items: int = 0
     steps: int = 0
     longest: int = 0

@@ -287,6 +287,18 @@ def test_a_cache_with_factors_of_tokens_is_for_split_kv(kind: str, chosen: str) 
     assert dispatch.choose(problem(dtype_kv="int8", kv_factors=kind), H200).kernel.NAME == chosen
 
 
+def test_cost_counts_the_widener() -> None:
+    """Tiles of keys have half the bytes, and blocks convert them; two blocks of an SM do so side by side."""
+    wide, narrow = (
+        dispatch.hopper_flash_fwd.cost(problem(**more), H200, Config(64, 64, 2)) for more in ({}, OF_8_BITS)
+    )
+    keys = wide.steps * 64 * 2 * 128
+    assert wide.read_bytes - narrow.read_bytes == keys
+    assert wide.widener_us == 0 < narrow.widener_us
+    shared = dispatch.hopper_flash_fwd.cost(problem(**OF_8_BITS), H200, Config(64, 64, 2, 2))
+    assert narrow.widener_us / 2 < shared.widener_us < narrow.widener_us
+
+
 @pytest.mark.parametrize("serving", [{"num_splits": 3}, {"shared_prefix": 64}])
 def test_splits_and_prefixes_are_for_split_kv(serving: dict[str, Any]) -> None:
     choice = cached_calls.choose(problem(), H200, cached_calls.Serving(**serving))

@@ -39,7 +39,8 @@ MOST = 3  # sentences
 LARGE = 1.2  # a loss by the model that gets a sentence if no bound can fall
 # Losses that depend on the tiles and the grid, and so on the config.
 OF_A_CONFIG = {
-    "head padding", "hidden pairs", "ragged tiles", "idle SMs", "traffic", "reductions", "softmax", "latency", "fill",
+    "head padding", "hidden pairs", "ragged tiles", "idle SMs", "traffic", "reductions", "softmax", "conversions",
+    "latency", "fill",
 }  # fmt: skip
 FEW_BLOCKS = 4  # per SM; with more, the last block to finish costs little
 

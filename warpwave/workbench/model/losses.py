@@ -185,6 +185,7 @@ REMEDIES: dict[str, str] = {
     "traffic": "tiles shared by more queries, or an order of blocks that keeps K and V in L2, reduce re-reads",
     "reductions": "more keys in a block add to the sums of dQ less often",
     "softmax": "a loop that overlaps one tile's softmax with another tile's products hides the exponentials",
+    "conversions": "a cache of 16 bits needs none; beside float16 queries, float8 takes the fewest instructions",
     "latency": "more blocks or warpgroups per SM, or more tiles in flight, hide the latency",
     "fill": "larger tiles of queries, or more keys for each tile, spread its first loads and last stores",
     "launches": "more work in one launch, or a CUDA graph, reduces the cost of launches",

@@ -46,6 +46,7 @@ LOSSES: dict[str, str] = {
     "traffic": "repeated reads of tiles through L2 and memory, if they take longer than computing",
     "reductions": "sums in L2 that blocks add to, if that takes longer than computing",
     "softmax": "exponentials and arithmetic on scores that products do not hide",
+    "conversions": "tiles of 8 bits that two warps of a block convert, if that takes longer than computing",
     "latency": "steps that wait for each other, with too few instruction streams per SM to hide the wait",
     "fill": "first loads and last stores of each query tile",
     "launches": "launching, and the first wave",
@@ -212,6 +213,8 @@ class Steps:
         if step >= STEP["latency"]:
             busy = _longer(busy, from_l2)
         busy = max(busy, self._power_of(cost))
+        if step >= STEP["conversions"]:
+            busy = _longer(busy, cost.widener_us / self.where.sheet.num_sms)
         time = self._on_sms(cost, slots, busy, alone, step)
         if step >= STEP["fill"] and cost.block_us:
             # Small blocks take longer to start than to compute, and only the last block's round trips are exposed.
@@ -472,7 +475,7 @@ ABLATIONS: dict[str, str] = {
 
 SHARED_OUT = (  # fields of a `Cost` that are divided among several launches
     "blocks", "flops", "exponentials", "read_bytes", "write_bytes", "items", "steps", "cut", "scratch_bytes",
-    "operand_bytes", "conversions",
+    "operand_bytes", "conversions", "widener_us",
 )  # fmt: skip
 
 
