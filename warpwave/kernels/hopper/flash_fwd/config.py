@@ -11,7 +11,6 @@ from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
-MOST_NARROW_STAGES = 2  # tiles of 8 bits that wait for the widener, if as many fit
 SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
@@ -108,11 +107,13 @@ def registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     8. An SM has 65,536 registers; the producer's warpgroup, which the widener is part of, counts in full.
 
     With one consumer warpgroup, only the producer requests a number. Triton gives the consumer the rest of the block's
-    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py); 32
-    fewer beside a widener.
+    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py), 216 and
+    120 beside a widener. With fewer, or with 152 for three warpgroups and 128 keys a step, ptxas made every single
+    wgmma wait (head_dim 64).
     """
     if has_widener(problem):
-        return {1: (240, 56), 2: (224, 56), 3: (152, 56)}[config.groups]
+        of_three = (160, 32) if config.block_n > 64 else (152, 56)
+        return {1: (240, 40), 2: (224, 56), 3: of_three}[config.groups]
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
@@ -157,11 +158,12 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 @by_kind
 def narrow_stages(problem: AttentionProblem, config: Config) -> int:
-    """Returns the number of 8-bit tiles that wait for the widener, of K and of V each: 0 without a widener."""
+    """Returns how many 8-bit tiles of K, and as many of V, can wait for the widener: 2 if they fit, else 1; 0 without a
+    widener."""
+    if not has_widener(problem):
+        return 0
     limit = SMEM_PER_SM // config.blocks_per_sm - 1024
-    columns = out_columns(problem, config)
-    fits = [n for n in range(2, MOST_NARROW_STAGES + 1) if _smem(problem, config, columns, narrow_stages=n) <= limit]
-    return max(fits, default=1) if has_widener(problem) else 0
+    return 2 if _smem(problem, config, out_columns(problem, config), narrow_stages=2) <= limit else 1
 
 
 def _smem(
@@ -239,5 +241,6 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     elif width_v > 320:  # scores and probabilities are never live together (serial.py)
         needed = block_n // 2 + width_v // 2 + 32
     # By blocks per SM: what a consumer of two warpgroups requests, or gets alone with three blocks. With two blocks it
-    # gets 232; the margin of 32 was not measured.
-    return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(problem, config)[0]
+    # gets 232; the margin of 32 was not measured. A widener takes 16 of what a consumer gets alone.
+    alone = {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] - 16 * (has_widener(problem) and config.blocks_per_sm > 1)
+    return needed <= alone and needed <= registers(problem, config)[0]
