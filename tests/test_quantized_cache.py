@@ -344,7 +344,7 @@ def test_bytes_follow_the_type_of_the_cache() -> None:
     assert read[0] - read[1] == keys * (128 * 2 - (128 + 8))
     assert "k and v int8, a factor for each token" in PROBLEM.describe()
     text = str(explain(PROBLEM, gpu=gpu))
-    assert "split_kv" in text and "such caches are read by split_kv, eager" in text
+    assert "split_kv" in text and "such caches are read by hopper/flash_fwd, split_kv, eager" in text
 
 
 def test_float8_needs_a_gpu_that_has_it() -> None:

@@ -126,6 +126,30 @@ def test_softcap(head_dim: int) -> None:
         assert "v" not in loop[loop.index("r") : loop.rindex("r")], what(facts)
 
 
+# head_dim, dtype of the cache and config of a call on 8-bit pages.
+SAMPLE_OF_8_BIT_PAGES = [(64, "int8", (64, 64, 3, 3)), (64, "float8_e4m3fn", (192, 128, 3, 1))]
+FULL_OF_8_BIT_PAGES = [
+    *((64, cache, config) for cache in ("int8", "float8_e4m3fn") for config in ((64, 128, 2, 2), (128, 128, 3, 1))),
+    *((128, cache, config) for cache in ("int8", "float8_e4m3fn") for config in ((128, 128, 2, 1), (192, 64, 4, 1))),
+    *((256, cache, (128, 64, 2, 1)) for cache in ("int8", "float8_e4m3fn")),
+]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "cache", "config"),
+    [*SAMPLE_OF_8_BIT_PAGES, *(pytest.param(*p, marks=pytest.mark.full) for p in FULL_OF_8_BIT_PAGES)],
+)
+def test_8_bit_pages(head_dim: int, cache: str, config: tuple[int, int, int, int]) -> None:
+    """Registers suffice beside a widener: without enough, ptxas waits for every wgmma before it starts the next."""
+    names = ("block_m", "block_n", "num_stages", "blocks_per_sm")
+    a_job = hopper_job(head_dim, "packed") | {"config": dict(zip(names, config, strict=True)), "listing": True}
+    a_job["problem"] |= {"causal": "bottom_right", "page_size": 64, "dtype_kv": cache, "kv_factors": "head"}
+    (facts,) = compile_all([a_job])
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"] // config[3]
+    assert facts["spill_bytes"] <= spill_bound(head_dim, "packed"), what(facts)
+    assert not any("HWHWHW" in loop for loop in loops_over_keys(facts["listing"])), what(facts)
+
+
 # head_dim, heads, keys of a causal call with few tiles, and its config: two blocks an SM, or a long and a short one.
 TWO_BLOCKS, IN_TURN = {"num_stages": 2, "blocks_per_sm": 2}, {"num_stages": 3, "blocks_per_sm": 1}
 SAMPLE_OF_FEW_TILES = [(128, 32, 640, TWO_BLOCKS), (256, 8, 2048, IN_TURN)]

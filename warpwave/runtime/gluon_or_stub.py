@@ -52,11 +52,10 @@ if NO_TRITON is None:
     ) -> None:
         """Runs roles, each a function and its arguments, or () for an absent one. The first role has the warps of the
         launch; the others have `num_warps` and request `registers`."""
-        present = [len(role) > 0 for role in roles]
-        kept = [[x for x, is_there in zip(of, here, strict=True) if is_there] for of, here in (
-            (roles, present), (num_warps, present[1:]), (registers, present[1:])
-        )]  # fmt: skip
-        gl.warp_specialize(*kept, _semantic=_semantic, _generator=_generator)
+        kept = [role for role in roles if len(role)]
+        others = [i for i, role in enumerate(roles[1:]) if len(role)]
+        of_others = ([each[i] for i in others] for each in (num_warps, registers))
+        gl.warp_specialize(kept, *of_others, _semantic=_semantic, _generator=_generator)
 
     @_core.builtin
     def with_fields(aggregate: Any, _semantic: Any = None, **changes: Any) -> Any:

@@ -107,11 +107,13 @@ def registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     8. An SM has 65,536 registers; the producer's warpgroup, which the widener is part of, counts in full.
 
     With one consumer warpgroup, only the producer requests a number. Triton gives the consumer the rest of the block's
-    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py); 32
-    fewer beside a widener.
+    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py), 216 and
+    120 beside a widener. With fewer, or with 152 for three warpgroups and 128 keys a step, ptxas made every single
+    wgmma wait (head_dim 64).
     """
     if has_widener(problem):
-        return {1: (240, 56), 2: (224, 56), 3: (152, 56)}[config.groups]
+        of_three = (160, 32) if config.block_n > 64 else (152, 56)
+        return {1: (240, 40), 2: (224, 56), 3: of_three}[config.groups]
     return {1: (240, 24), 2: (240, 24), 3: (160, 32)}[config.groups]
 
 
@@ -236,5 +238,6 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     elif width_v > 320:  # scores and probabilities are never live together (serial.py)
         needed = block_n // 2 + width_v // 2 + 32
     # By blocks per SM: what a consumer of two warpgroups requests, or gets alone with three blocks. With two blocks it
-    # gets 232; the margin of 32 was not measured.
-    return needed <= {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] and needed <= registers(problem, config)[0]
+    # gets 232; the margin of 32 was not measured. A widener takes 16 of what a consumer gets alone.
+    alone = {1: 240, 2: 200, 3: 136}[config.blocks_per_sm] - 16 * (has_widener(problem) and config.blocks_per_sm > 1)
+    return needed <= alone and needed <= registers(problem, config)[0]

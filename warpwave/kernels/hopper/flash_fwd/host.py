@@ -186,9 +186,8 @@ def _launcher(
     Triton would compile again for its numbers."""
     packed = problem.packed
     seen = [host.seen(operands.q, packed), *_seen_keys(problem, operands)]
-    of_keys = 16 if problem.dtype_kv else 8  # elements of 16 bytes
-    for (_, (batch, head, *_)), unit in zip(seen, (8, of_keys, of_keys), strict=True):
-        if batch % unit or head % unit or not (0 < batch < 2**39 and 0 < head < 2**39):
+    for _, (batch, head, *_) in seen:  # strides of pools are the same in all calls of a class
+        if batch % 8 or head % 8 or not (0 < batch < 2**39 and 0 < head < 2**39):
             return None
     heads, width = problem.num_heads_q, problem.head_dim_v
     row = heads * width
@@ -202,8 +201,7 @@ def _launcher(
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
     grid = min(tiles, (gpu.num_sms or host.NUM_SMS) * config.blocks_per_sm)
     of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES  # a call fewer without pages
-    scalars = _after_schedule(problem, operands) if problem.dtype_kv else known.scalars  # strides of factors
-    return known.family.launcher(grid, [*schedule, *scalars, *of_pages], maps)
+    return known.family.launcher(grid, [*schedule, *known.scalars, *of_pages], maps)
 
 
 def _seen_keys(problem: AttentionProblem, operands: AnyOperands) -> tuple[host.Described, host.Described]:
@@ -451,7 +449,7 @@ def _scalars(problem: AttentionProblem, operands: AnyOperands, config: Config, t
 
 
 def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[Any]:
-    """Returns the last run-time arguments. Without a mask, bias or factors they do not depend on lengths."""
+    """Returns the last run-time arguments. Those of a class (`_OfClass`) do not depend on lengths."""
     scale, softcap = host.score_units(problem)
     if problem.bias_shape is not None:  # scores stay in natural units until the bias is added (mask_bias.py)
         scale, softcap = (scale, problem.softcap) if softcap else (problem.softmax_scale, 0.0)
