@@ -326,12 +326,6 @@ def eight_bit_accumulator_layout(width):
 
 
 @constexpr_function
-def has_eight_bits(maps):
-    """Returns whether a tensor has 8-bit elements."""
-    return bool(maps[0].block_type.nbytes == math.prod(int(size) for size in maps[0].block_type.shape))
-
-
-@constexpr_function
 def is_float8(pieces):
     """Returns whether a tile holds float8."""
     return str(pieces[0].dtype).startswith("fp8")

@@ -15,8 +15,8 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 # Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
 # reach 2^4. Random scores of one variance rarely rise by 4 bits after the first tile.
 LAG = gl.constexpr(4.0)
-# By how many bits probabilities are raised that stand in float16 for bfloat16: the least normal one is then 2^-25, and
-# with the lag the largest is 2^15.
+# Exponent of the factor of probabilities in float16 beside bfloat16 queries: the least normal probability is 2^-25
+# instead of 2^-14, and with the lag the largest number is 2^15.
 RAISE = gl.constexpr(11.0)
 LOWER = gl.constexpr(2.0**-11)
 # parts.OFFSET_OF_INT8 as float32: sums of int8 products are too large by this number.
@@ -282,7 +282,7 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr, R
     shift = m
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
-    if RAISES:
+    if RAISES:  # rounded, so the exponent of the largest may differ from the lead by 3e-7: out is bfloat16
         shift = shift - RAISE
     factor = scale
     if has_offset(scale):

@@ -46,7 +46,7 @@ class Rules:
     ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length
     RAISES: gl.constexpr = False  # whether probabilities are multiplied by 2^softmax.RAISE
     dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
-    factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if q and k are not quantized
+    factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if k has no factors
 
 
 @constexpr_function

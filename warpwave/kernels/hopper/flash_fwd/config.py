@@ -81,7 +81,7 @@ def query_tiles(problem: AttentionProblem, block_m: int, heads: int = 1) -> int:
 @by_kind
 def heads_together(problem: AttentionProblem) -> int:
     """Returns the most heads that can share a tile: the largest power of two, up to 64, that divides the group of a kv
-    head; 1 if something differs between the heads of a group, or if operands have parts or factors."""
+    head; 1 if something differs between the heads of a group, or if q has parts or factors."""
     beside = (problem.mask_shape, problem.bias_shape, problem.alibi_shape)
     if problem.dtype == "float32" or problem.is_quantized or problem.dropout_p or any(x is not None for x in beside):
         return 1

@@ -37,9 +37,7 @@ from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
 from warpwave.kernels.hopper.flash_fwd.widener import (
     WIDENER_WARPS,
     Widener,
-    has_widener,
     narrow_ring,
-    raises_probabilities,
     unknown_end,
     widener,
 )
@@ -102,7 +100,8 @@ def hopper_flash_fwd_kernel(
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
     None. If several heads share a tile, maps of Q and out have the axes of host.together. In float32, PARTS consecutive
     heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no maps. Q_BLOCK, K_BLOCK and V_BLOCK
-    quantized tokens share a factor, or all tokens of a head if 0.
+    quantized tokens share a factor, or all tokens of a head if 0. NARROW_STAGES tiles of an 8-bit cache wait for the
+    widener, 0 for another call.
     """
     GROUPS: gl.constexpr = call_options.GROUPS
     PARTS: gl.constexpr = call_options.PARTS
@@ -123,7 +122,7 @@ def hopper_flash_fwd_kernel(
             of_q = OfQueries(q_descale_ptr, q_descale_strides, Q_BLOCK)
         factors = Factors(of_q, of_k, of_v, schedule.group_size)
     aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
-    raises: gl.constexpr = raises_probabilities(k_maps, q_maps)
+    raises: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
     rules = Rules(call_options, aligns_keys, raises, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
@@ -141,8 +140,7 @@ def hopper_flash_fwd_kernel(
         beside = Beside(mask_and_bias, bias_maps, bias_tiles[0])
     k_full = barriers(STAGES)
     v_full = barriers(STAGES)
-    WIDENS: gl.constexpr = has_widener(k_maps, q_maps)
-    if WIDENS:
+    if NARROW_STAGES > 0:
         k_tiles = wide_buffers(k_maps, q_maps[0].dtype, STAGES, call_options.BLOCK_N)
         v_tiles = wide_buffers(v_maps, gl.float16, STAGES, call_options.BLOCK_N)
     else:
@@ -173,7 +171,7 @@ def hopper_flash_fwd_kernel(
     k_source = k_ring  # what the producer fills
     v_source = v_ring
     of_widener = ()
-    if WIDENS:
+    if NARROW_STAGES > 0:
         k_source = narrow_ring(k_maps, NARROW_STAGES, call_options.BLOCK_N)
         v_source = narrow_ring(v_maps, NARROW_STAGES, call_options.BLOCK_N)
         of_widener = Widener(k_source, v_source, k_ring, v_ring, unknown_end())
@@ -196,7 +194,7 @@ def hopper_flash_fwd_kernel(
             (consumer, (0, of_consumer, queries, schedule)),
             (consumer, (1, of_consumer, queries, schedule)) if GROUPS > 1 else (),
             (consumer, (2, of_consumer, queries, schedule)) if GROUPS > 2 else (),
-            (widener, (of_widener,)) if WIDENS else (),
+            (widener, (of_widener,)) if NARROW_STAGES > 0 else (),
             (producer, (of_producer, queries, schedule, pages, counter_ptr)),
         ],
         [4, 4, WIDENER_WARPS, 1],

@@ -1,7 +1,7 @@
 """The producer warp of the Hopper forward.
 
-It draws tiles of queries, announces them to the consumers (consumer.py), and keeps the rings of K and V tiles full. It
-skips tiles that a boolean mask hides entirely from a block.
+It draws tiles of queries, announces them to the consumers (consumer.py), and keeps the rings of K and V tiles full, or
+those of a widener (widener.py). It skips tiles that a boolean mask hides entirely from a block.
 """
 
 from warpwave.kernels.groups import Pages

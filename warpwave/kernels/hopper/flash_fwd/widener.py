@@ -2,10 +2,10 @@
 
 The producer copies tiles of 8 bits into rings of their own. The widener empties these into the rings that the consumers
 read. K becomes the type of Q and V float16, which hold every number of float8 and int8. Beside bfloat16 queries,
-probabilities stand in float16 too; its range would lose small ones, so they are raised by 2^softmax.RAISE. A conversion
+probabilities are in float16 too; its range would lose small ones, so they are multiplied by 2^softmax.RAISE. A conversion
 of float8 to float16 takes half an instruction a number, one to bfloat16 takes two.
 
-The producer has one warp of a warpgroup. The widener has two of the others, which would be idle.
+The producer has one warp of a warpgroup, and the widener two of the others, which are idle in other calls.
 """
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
@@ -15,7 +15,6 @@ from warpwave.kernels.hopper.parts import (
     arrive_alone,
     barriers,
     buffers,
-    has_eight_bits,
     make_room,
     matrix,
     ring_init,
@@ -51,19 +50,6 @@ class Widener:
     k_ring: Ring
     v_ring: Ring
     end: gl.shared_memory_descriptor
-
-
-@constexpr_function
-def has_widener(k_maps, q_maps):
-    """Returns whether K has 8 bits and Q 16."""
-    return has_eight_bits(k_maps) and not has_eight_bits(q_maps)
-
-
-@constexpr_function
-def raises_probabilities(k_maps, q_maps):
-    """Returns whether probabilities stand in float16 for bfloat16, the type of Q."""
-    is_bfloat16 = str(q_maps[0].dtype) in ("bf16", "torch.bfloat16")
-    return has_eight_bits(k_maps) and is_bfloat16
 
 
 @jit
