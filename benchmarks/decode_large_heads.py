@@ -26,7 +26,8 @@ from torch import Tensor
 import warpwave
 from benchmarks.two_head_sizes import medians
 from warpwave.gpu import current_gpu
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.operands import CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.correctness import Sample
 from warpwave.workbench.bench.inputs import make_operands
 from warpwave.workbench.explain.explanation import explain

@@ -25,7 +25,8 @@ import torch
 
 from benchmarks.draw_model_grid import toml_line
 from warpwave import CacheLayer, attention, attention_varlen, attention_with_kv_cache
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.operands import CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.contenders import contenders
 from warpwave.workbench.bench.goals import best_peer

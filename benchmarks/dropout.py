@@ -26,7 +26,8 @@ from benchmarks.gradients import Step, paired
 from warpwave import dispatch
 from warpwave.gpu import current_gpu
 from warpwave.kernels import flash_bwd
-from warpwave.problem import AttentionProblem, Causal, DropoutOperands, Operands
+from warpwave.operands import DropoutOperands, Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench import environment
 
 P = 0.1

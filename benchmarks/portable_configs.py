@@ -39,7 +39,8 @@ from warpwave.kernels.arguments import total_widths
 from warpwave.kernels.flash_bwd import host
 from warpwave.kernels.flash_bwd.config import fitting as fitting_tiles
 from warpwave.kernels.flash_fwd.config import fitting
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import time_interleaved

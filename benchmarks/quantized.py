@@ -26,7 +26,8 @@ import torch
 
 import warpwave
 from warpwave.kernels import descales
-from warpwave.problem import AttentionProblem, Causal, Operands, QuantizedOperands
+from warpwave.operands import Operands, QuantizedOperands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Sample
 from warpwave.workbench.bench.table import Table, print_table

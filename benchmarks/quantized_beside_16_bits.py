@@ -35,8 +35,8 @@ from warpwave import attention, quantize
 from warpwave.checks import describe_call
 from warpwave.gpu import current_gpu
 from warpwave.kernels.hopper import flash_fwd
+from warpwave.operands import QuantizedOperands
 from warpwave.options import Options
-from warpwave.problem import QuantizedOperands
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import time_interleaved
 from warpwave.workbench.output_files import write_whole

@@ -29,7 +29,8 @@ import warpwave
 from warpwave import autograd, dispatch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.inputs import call_arguments, make_operands
 from warpwave.workbench.bench.timing import CaptureFailed, Samples, time_interleaved

@@ -13,8 +13,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_map_only
 
 import warpwave
+from warpwave.operands import DropoutOperands
 from warpwave.options import Options
-from warpwave.problem import DropoutOperands
 
 SEQLEN, HEADS, HEAD_DIM = 9, 2, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,8 +13,8 @@ from torch.library import opcheck
 import warpwave
 from warpwave import ops, plans
 from warpwave.autograd import schema_tensors
+from warpwave.operands import AnyOperands, DropoutOperands, Operands
 from warpwave.options import Options
-from warpwave.problem import AnyOperands, DropoutOperands, Operands
 from warpwave.runtime.bounded import Bounded
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

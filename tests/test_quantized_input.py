@@ -16,8 +16,9 @@ from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, a
 from warpwave.checks import check_problem
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, reasons
+from warpwave.operands import QuantizedOperands
 from warpwave.options import options_of
-from warpwave.problem import AttentionProblem, QuantizedOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 FP8 = torch.float8_e4m3fn

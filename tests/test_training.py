@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import warpwave
 from warpwave import ops
 from warpwave.autograd import schema_tensors
+from warpwave.operands import DropoutOperands, Operands
 from warpwave.options import Options
-from warpwave.problem import DropoutOperands, Operands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 16

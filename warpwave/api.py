@@ -23,6 +23,7 @@ from warpwave.checks import (
 from warpwave.errors import InvalidType, UnsupportedProblem
 from warpwave.kernels import descales, dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
+from warpwave.operands import AnyOperands, CachedOperands, DropoutOperands, Operands, QuantizedOperands
 from warpwave.options import (
     as_bool,
     as_int,
@@ -32,7 +33,7 @@ from warpwave.options import (
     spell_switches,
     with_positive_scale,
 )
-from warpwave.problem import AnyOperands, CachedOperands, Causal, DropoutOperands, Operands, QuantizedOperands
+from warpwave.problem import Causal
 
 _new: Any = tuple.__new__  # takes a third of the time of a named tuple's constructor
 

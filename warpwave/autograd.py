@@ -21,8 +21,9 @@ from torch.autograd import forward_ad
 from warpwave import dispatch
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
+from warpwave.operands import AnyOperands, DropoutOperands, Operands
 from warpwave.options import Options
-from warpwave.problem import AnyOperands, AttentionProblem, DropoutOperands, Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
 
 Run = Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]

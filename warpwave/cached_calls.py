@@ -37,8 +37,9 @@ from warpwave.kv_cache import (
     integers,
     new_tokens,
 )
+from warpwave.operands import CachedOperands, DropoutOperands, Operands, QuantizedOperands
 from warpwave.options import Options, as_int
-from warpwave.problem import AttentionProblem, CachedOperands, DropoutOperands, Operands, QuantizedOperands
+from warpwave.problem import AttentionProblem
 
 append_kv, split_kv = Family("append_kv"), dispatch.split_kv
 

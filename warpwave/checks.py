@@ -15,8 +15,9 @@ import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels import cache_descales, descales, dropout
+from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands
 from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
-from warpwave.problem import PRECISIONS, AnyOperands, AttentionProblem, CachedOperands, Causal, QuantizedOperands
+from warpwave.problem import PRECISIONS, AttentionProblem, Causal
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 NAMES_WITH_FLOAT64 = {**DTYPE_NAMES, torch.float64: "float64"}  # dense and packed calls

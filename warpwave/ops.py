@@ -20,9 +20,9 @@ from warpwave.autograd import NUM_OPTIONS, NUM_TENSORS, absent
 from warpwave.checks import check_out, describe_call
 from warpwave.errors import InvalidType
 from warpwave.gpu import current_gpu
+from warpwave.operands import AnyOperands, DropoutOperands, Operands, QuantizedOperands
 from warpwave.options import Options
 from warpwave.plans import Planner, lse_dtype, lse_shape, plan_key, planned
-from warpwave.problem import AnyOperands, DropoutOperands, Operands, QuantizedOperands
 
 
 def attend(

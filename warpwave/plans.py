@@ -30,8 +30,9 @@ from warpwave import autograd, dispatch
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
 from warpwave.checks import check_apart, check_out, describe_call, is_plain, resized
 from warpwave.gpu import Gpu, current_gpu
+from warpwave.operands import CachedOperands, QuantizedOperands
 from warpwave.options import Options
-from warpwave.problem import AttentionProblem, CachedOperands, QuantizedOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
 
 log = logging.getLogger("warpwave")

@@ -22,7 +22,8 @@ from torch import Tensor
 import warpwave
 from warpwave.errors import InvalidInput
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.correctness import Sample
 from warpwave.workbench.bench.inputs import make_operands
 from warpwave.workbench.bench.timing import CaptureFailed, Samples, paired_ratio, time_interleaved

@@ -17,14 +17,8 @@ from torch import Tensor
 
 from tests.conformance.datasets import Data, fill
 from warpwave import quantize
-from warpwave.problem import (
-    QUANTIZED_DTYPES,
-    AttentionProblem,
-    Causal,
-    DropoutOperands,
-    Operands,
-    QuantizedOperands,
-)
+from warpwave.operands import DropoutOperands, Operands, QuantizedOperands
+from warpwave.problem import QUANTIZED_DTYPES, AttentionProblem, Causal
 
 Lengths = tuple[int, int]
 

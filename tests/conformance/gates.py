@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.operands import AnyOperands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.verify import reference
 from warpwave.workbench.verify.reference import Forward, Gradients
 

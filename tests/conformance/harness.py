@@ -13,7 +13,8 @@ from tests.conformance import cases
 from tests.conformance.cases import Call, Case
 from warpwave import UnsupportedProblem, attention, attention_varlen, dispatch
 from warpwave.gpu import current_gpu
-from warpwave.problem import AnyOperands, AttentionProblem, QuantizedOperands
+from warpwave.operands import AnyOperands, QuantizedOperands
+from warpwave.problem import AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device(

@@ -12,8 +12,8 @@ from tests.conformance.datasets import Data, fill
 from tests.conformance.harness import band
 from warpwave import AttentionProblem, CacheLayer, Causal, attention_with_kv_cache
 from warpwave.checks import describe_cached_call
+from warpwave.operands import CachedOperands
 from warpwave.options import Options
-from warpwave.problem import CachedOperands
 
 
 @dataclass(frozen=True)

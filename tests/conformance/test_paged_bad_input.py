@@ -28,7 +28,7 @@ from warpwave import (
     attention_with_kv_cache,
 )
 from warpwave.kernels import append_kv, split_kv
-from warpwave.problem import CachedOperands
+from warpwave.operands import CachedOperands
 
 Row = tuple[str, Callable[[], dict[str, Any]], list[str]]
 

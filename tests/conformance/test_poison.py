@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN, Call, Case, W
 from tests.conformance.harness import DEVICE, bits, each_kernel
-from warpwave.problem import Operands
+from warpwave.operands import Operands
 from warpwave.runtime import scratch
 
 GUARD_BYTES = 4096

@@ -16,7 +16,7 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.harness import DEVICE, KERNELS, ON_GPU, bits
 from warpwave import attention, quantize
 from warpwave.kernels import descales
-from warpwave.problem import QuantizedOperands
+from warpwave.operands import QuantizedOperands
 
 QUANTIZED_KERNELS = [name for name, module in KERNELS.items() if getattr(module, "QUANTIZED", False)]
 GRID = cases.pairwise(cases.QUANTIZED_FULL if ON_GPU else cases.QUANTIZED_SMALL)

@@ -9,7 +9,8 @@ import torch
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import PAIR_GROUP, column_widths, pair_group, straightener, total_widths
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 
 
 def test_masks_and_biases_are_read_in_groups_where_all_strides_allow_it() -> None:

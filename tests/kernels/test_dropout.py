@@ -19,8 +19,9 @@ from warpwave import dispatch, plans
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout, eager, flash_bwd, flash_fwd
 from warpwave.kernels.flash_bwd import Tile
+from warpwave.operands import DropoutOperands, Operands
 from warpwave.options import Options
-from warpwave.problem import AttentionProblem, DropoutOperands, Operands
+from warpwave.problem import AttentionProblem
 
 SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 

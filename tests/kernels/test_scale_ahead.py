@@ -16,7 +16,8 @@ from tests.conformance.harness import by_sequence
 from warpwave.gpu import current_gpu
 from warpwave.kernels.hopper import host
 from warpwave.kernels.prepass import scale_ahead, split_ahead
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 

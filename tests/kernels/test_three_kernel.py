@@ -21,7 +21,8 @@ from warpwave.kernels.three_kernel import library as three_kernel_library
 from warpwave.kernels.three_kernel.config import library_cannot
 from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, least_bytes, pieces, plan, workspace_bytes
 from warpwave.kernels.three_kernel.softmax import UNSPECIALIZED
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime.parameters import parameters
 
 PROBLEM = AttentionProblem(

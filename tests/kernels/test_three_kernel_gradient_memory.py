@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from warpwave.gpu import Gpu
 from warpwave.kernels.three_kernel import backward as three_kernel_gradients
 from warpwave.kernels.three_kernel import backward_memory as three_kernel_gradient_memory
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
 from warpwave.workbench.explain.explanation import explain
 

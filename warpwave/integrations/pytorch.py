@@ -30,8 +30,9 @@ from warpwave.api import attention
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations.flash_attn import check_is_tensor, packed
 from warpwave.kernels import dropout
+from warpwave.operands import AnyOperands, DropoutOperands, Operands
 from warpwave.options import LARGEST, Options, as_window, with_positive_scale
-from warpwave.problem import AnyOperands, Causal, DropoutOperands, Operands
+from warpwave.problem import Causal
 
 __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]
 

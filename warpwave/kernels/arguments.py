@@ -14,7 +14,8 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import TCGEN05, WGMMA_ROWS, Gpu
-from warpwave.problem import AnyOperands, AttentionProblem, by_kind
+from warpwave.operands import AnyOperands
+from warpwave.problem import AttentionProblem, by_kind
 from warpwave.runtime.scratch import maker
 
 UNLIMITED = 2**30  # a window side larger than any sequence, small enough that adding a length does not overflow

@@ -17,7 +17,8 @@ import torch
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import current_gpu
 from warpwave.kernels import descales, reasons
-from warpwave.problem import AttentionProblem, CachedOperands
+from warpwave.operands import CachedOperands
+from warpwave.problem import AttentionProblem
 
 DTYPES = {torch.float8_e4m3fn: "float8_e4m3fn", torch.int8: "int8"}
 FACTORS = ("head", "token")

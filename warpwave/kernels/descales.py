@@ -17,7 +17,8 @@ import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels.primitives import IN_INTERPRETER, rounded
-from warpwave.problem import AttentionProblem, Operands, QuantizedOperands
+from warpwave.operands import Operands, QuantizedOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import jit, tl
 
 FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from warpwave.kernels import cache_descales
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.operands import CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 
 
 def offsets_within(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:

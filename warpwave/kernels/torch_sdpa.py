@@ -33,7 +33,8 @@ from warpwave.kernels import eager
 from warpwave.kernels.arguments import Results, Run
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.torch_products import keeps_float32, plainly
-from warpwave.problem import AttentionProblem, Band, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Band
 
 NAME = "torch_sdpa"
 NEEDS_GPU = False

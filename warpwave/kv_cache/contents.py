@@ -9,7 +9,8 @@ import torch
 from warpwave.checks import check_offsets
 from warpwave.errors import InvalidInput
 from warpwave.kernels import cache_descales
-from warpwave.problem import AttentionProblem, CachedOperands
+from warpwave.operands import CachedOperands
+from warpwave.problem import AttentionProblem
 
 
 def check_cache_contents(

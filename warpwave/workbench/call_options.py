@@ -175,8 +175,8 @@ def _describe(
 
     from warpwave.checks import describe_cached_call, describe_call
     from warpwave.errors import InvalidInput
+    from warpwave.operands import CachedOperands, Operands, QuantizedOperands
     from warpwave.options import Options, spell_precision
-    from warpwave.problem import CachedOperands, Operands, QuantizedOperands
     from warpwave.workbench.bench.workloads import CACHES
     from warpwave.workbench.limits import check_size
 

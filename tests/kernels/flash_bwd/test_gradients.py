@@ -28,7 +28,7 @@ from tests.kernels.flash_bwd.calls import (
 )
 from warpwave.kernels import flash_bwd
 from warpwave.kernels.flash_bwd import Config, Tile
-from warpwave.problem import Operands
+from warpwave.operands import Operands
 from warpwave.workbench.verify import reference
 
 GRID: dict[str, Any] = {

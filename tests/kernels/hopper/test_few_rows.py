@@ -17,7 +17,8 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials, split_kv
 from warpwave.kernels.split_kv import few_rows_host as few_rows
-from warpwave.problem import AttentionProblem, CachedOperands
+from warpwave.operands import CachedOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON
 

@@ -20,7 +20,8 @@ from warpwave.kernels.hopper.flash_fwd import choice
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd_host
 from warpwave.kernels.prepass import scale_ahead, split_ahead
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 

@@ -33,7 +33,8 @@ from warpwave.kernels.hopper import (
 )
 from warpwave.kernels.hopper.flash_fwd import consumer, kernel, mask_bias, producer, widener
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.operands import AnyOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle

@@ -16,7 +16,8 @@ from warpwave import CacheLayer, UnsupportedProblem, attention_varlen, attention
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_fwd import Config, configs, specify
-from warpwave.problem import AttentionProblem, CachedOperands, Causal
+from warpwave.operands import CachedOperands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 

@@ -20,7 +20,8 @@ from warpwave.kernels.hopper import parts, rows, scheduler, softmax, visible
 from warpwave.kernels.hopper.large_head_dim import config as large_head_dim_configs
 from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
 from warpwave.kernels.hopper.large_head_dim import roles
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")

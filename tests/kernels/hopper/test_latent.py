@@ -18,7 +18,8 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import partials
 from warpwave.kernels.groups import Pages, Window
 from warpwave.kernels.large_head_dim import latent_host as latent
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.operands import CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
 

@@ -21,7 +21,8 @@ from tests.kernels.hopper import gluon_on_cpu
 from warpwave.gpu import Gpu
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, key_tiles_before, least_bytes, plan
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=3)

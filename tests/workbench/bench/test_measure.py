@@ -5,7 +5,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import measure as module
 from warpwave.workbench.bench.contenders import TimeLimit, contenders, time_limit
 from warpwave.workbench.bench.measure import Settings, measure

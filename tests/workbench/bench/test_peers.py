@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench.inputs import make_operands
 from warpwave.workbench.bench.peers import (
     MATH_SCORE_BYTES,

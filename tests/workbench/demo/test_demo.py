@@ -14,7 +14,8 @@ from torch import Tensor
 
 import warpwave
 from warpwave.gpu import CPU as CPU_GPU
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.records import Measurement
 from warpwave.workbench.bench.timing import Samples

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.verify import reference
 
 BATCH, SEQLEN_Q, SEQLEN_K, HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 2, 5, 7, 4, 2, 8, 6

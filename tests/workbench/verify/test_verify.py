@@ -19,7 +19,8 @@ import torch
 from warpwave import dispatch
 from warpwave.gpu import CPU, Gpu
 from warpwave.kernels import eager, torch_sdpa
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench import cli
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.records import Measurement, Records, read_records

@@ -43,7 +43,8 @@ from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
 from warpwave.kernels.torch_products import keeps_float32
-from warpwave.problem import AnyOperands, AttentionProblem, by_kind
+from warpwave.operands import AnyOperands
+from warpwave.problem import AttentionProblem, by_kind
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.bounded import Bounded
 

@@ -83,7 +83,8 @@ from warpwave.kernels.primitives import (
     tile_of,
     tile_pointers,
 )
-from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, QuantizedOperands, by_kind
+from warpwave.operands import AnyOperands, QuantizedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 

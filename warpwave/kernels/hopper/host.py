@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from warpwave.kernels import arguments
-from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem
+from warpwave.operands import AnyOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 

@@ -32,7 +32,8 @@ from warpwave.kernels.groups import Sequences, Tokens, Window
 from warpwave.kernels.ladder import three_passes
 from warpwave.kernels.ladder.three_passes import HIDDEN, UNSPECIALIZED, Launches, Product, place_of_tile
 from warpwave.kernels.primitives import band_edges, rounded, rows_and_keys, visible_keys
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime.triton_or_stub import jit, tl
 
 NAME = "naive"

@@ -37,7 +37,8 @@ from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.primitives import band_edges, packed_sequence, visible_keys
 from warpwave.kernels.scores import rules_of_rows, score_bits
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 

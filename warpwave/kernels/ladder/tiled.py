@@ -39,7 +39,8 @@ from warpwave.kernels.primitives import (
     transposed,
     visible_keys,
 )
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime.triton_or_stub import jit, tl
 
 NAME = "tiled"

@@ -64,7 +64,8 @@ from warpwave.kernels.large_head_dim.config import (
     smem_bytes,
 )
 from warpwave.kernels.large_head_dim.device import large_head_dim_kernel
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.operands import CachedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 
 NAME = "large_head_dim"

@@ -12,7 +12,8 @@ from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.large_head_dim.latent_device import latent_decode_kernel
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands
+from warpwave.operands import CachedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 

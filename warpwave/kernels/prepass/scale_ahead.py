@@ -26,7 +26,8 @@ from warpwave.kernels.groups import InUnits, Sequences, Window
 from warpwave.kernels.prepass.in_use import item_of_slot, rows_in_use
 from warpwave.kernels.prepass.split_ahead import operand_strides
 from warpwave.kernels.primitives import IN_INTERPRETER
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.operands import AnyOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 

@@ -16,7 +16,8 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.arguments import dot_precision, padded, token_strides
 from warpwave.kernels.groups import InUnits
 from warpwave.kernels.primitives import operand
-from warpwave.problem import AnyOperands, AttentionProblem
+from warpwave.operands import AnyOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 

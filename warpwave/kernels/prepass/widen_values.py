@@ -17,7 +17,8 @@ import torch
 from warpwave.gpu import Gpu
 from warpwave.kernels import arguments
 from warpwave.kernels.groups import InUnits
-from warpwave.problem import AttentionProblem, QuantizedOperands
+from warpwave.operands import QuantizedOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 

@@ -13,7 +13,8 @@ from warpwave.kernels import reasons
 from warpwave.kernels.arguments import band_constants, padded, window
 from warpwave.kernels.hopper import host
 from warpwave.kernels.split_kv.few_rows_device import few_rows_kernel
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, CachedOperands, by_kind
+from warpwave.operands import CachedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 

@@ -51,7 +51,8 @@ from warpwave.kernels.split_kv import tensor_maps
 from warpwave.kernels.split_kv.choice import configs
 from warpwave.kernels.split_kv.config import Config, is_launched_ahead, num_parts, one_step, tiles
 from warpwave.kernels.split_kv.device import split_kv_kernel
-from warpwave.problem import AttentionProblem, CachedOperands
+from warpwave.operands import CachedOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.tensor_maps import MapPlan
 

@@ -36,7 +36,8 @@ from warpwave.kernels.primitives import (
 from warpwave.kernels.three_kernel.plan import Chunk, Config, Plan, plan
 from warpwave.kernels.three_kernel.softmax import LINE, UNSPECIALIZED, ChunkPlace, whole_lines
 from warpwave.kernels.torch_products import add_product, plainly, product_into
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 

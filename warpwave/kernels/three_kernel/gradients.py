@@ -12,7 +12,8 @@ from warpwave.kernels.cost import Cost, in_turn
 from warpwave.kernels.gradient_costs import keys_of
 from warpwave.kernels.three_kernel.backward import WHOLE_ROW, backward, by_sight, plan_of, runs_of_heads, why_not
 from warpwave.kernels.three_kernel.backward_memory import gradient_bytes, peak_bytes
-from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem
+from warpwave.operands import AnyOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 __all__ = [
     "GRADIENTS",

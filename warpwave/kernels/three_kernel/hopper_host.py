@@ -16,7 +16,8 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel.hopper_products import hopper_scores_kernel, hopper_values_kernel
 from warpwave.kernels.three_kernel.plan import Chunk, Plan, Workspace, key_tiles_before
 from warpwave.kernels.three_kernel.statistics import MOST_TILES, ROWS, chunk_statistics_kernel
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.tensor_maps import MapPlan
 from warpwave.runtime.triton_or_stub import NO_TRITON

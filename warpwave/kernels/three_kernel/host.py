@@ -64,7 +64,8 @@ from warpwave.kernels.three_kernel.plan import (
     workspace_bytes,
 )
 from warpwave.kernels.torch_products import plainly
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch, scratch
 
 __all__ = [

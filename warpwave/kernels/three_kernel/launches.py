@@ -22,7 +22,8 @@ from warpwave.kernels.three_kernel.device import chunk_scores_kernel, chunk_valu
 from warpwave.kernels.three_kernel.online import chunk_online_kernel
 from warpwave.kernels.three_kernel.plan import Config, Plan, Workspace, normalizes, pieces, up, whole_rows
 from warpwave.kernels.three_kernel.softmax import chunk_scale_kernel, chunk_softmax_kernel
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 
 Launches = tuple[launch.Launch | None, launch.Launch | None, launch.Launch | None, list[launch.Launch]]

@@ -19,7 +19,8 @@ import torch
 
 from warpwave.kernels.three_kernel.plan import Chunk, Piece, pieces
 from warpwave.kernels.torch_products import product_into
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 
 def brought_near(straight: Callable[[Operands], Operands], first: Operands) -> Callable[[Operands], Operands]:

@@ -22,7 +22,8 @@ from warpwave import (
     explain,
 )
 from warpwave.gpu import current_gpu
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.operands import CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON, jit, tl
 from warpwave.workbench.bench.inputs import call_arguments
 from warpwave.workbench.bench.peers import PEERS, Peer, PeerUnavailable, Prepared

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from warpwave.errors import InvalidInput
 from warpwave.kernels import cache_descales
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.verify.reference import oracle, rounding_model
 
 SAMPLED_BATCHES, SAMPLED_HEADS, SAMPLED_ROWS = 2, 4, 64

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from warpwave.kernels import quantize_tensor
-from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, CachedOperands, DropoutOperands, Operands
+from warpwave.operands import AnyOperands, CachedOperands, DropoutOperands, Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.workbench.bench.workloads import default_scale, padded_length
 
 MOST_INPUT_SETS = 64

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from warpwave.problem import Operands
+from warpwave.operands import Operands
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.contenders import EMPTY_KERNEL, TimeLimit, empty_kernel, time_limit
 from warpwave.workbench.bench.correctness import Sample

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import warpwave
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.correctness import Verdict
 from warpwave.workbench.bench.records import OURS, Measurement

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import warpwave
 from warpwave.gpu import current_gpu
-from warpwave.problem import Operands
+from warpwave.operands import Operands
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.progress import Progress
 from warpwave.workbench.bench.records import OURS, Measurement, RecordError, Records, environment_id

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import warpwave
-from warpwave.problem import Operands
+from warpwave.operands import Operands
 from warpwave.workbench.bench.table import Table
 from warpwave.workbench.demo import sentence_model
 from warpwave.workbench.demo.comparison import BASELINE, ERROR_FACTOR, Case, packed_arguments, short

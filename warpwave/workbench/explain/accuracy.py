@@ -13,7 +13,8 @@ import torch
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 
 
 @dataclass(frozen=True)

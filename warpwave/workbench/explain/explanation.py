@@ -17,8 +17,9 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import descales
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
+from warpwave.operands import AnyOperands, Operands, QuantizedOperands
 from warpwave.options import as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
-from warpwave.problem import DTYPE_BYTES, AnyOperands, AttentionProblem, Band, Causal, Operands, QuantizedOperands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal
 from warpwave.workbench.explain import accuracy
 from warpwave.workbench.explain.accuracy import Accuracy
 from warpwave.workbench.explain.advice import Call, computed_in, recommendations

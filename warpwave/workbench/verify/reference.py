@@ -26,7 +26,8 @@ from torch import Tensor
 
 from warpwave.kernels import cache_descales, descales, dropout
 from warpwave.kernels.torch_products import keeps_float32
-from warpwave.problem import LARGEST_BIAS, AnyOperands, AttentionProblem, QuantizedOperands
+from warpwave.operands import AnyOperands, QuantizedOperands
+from warpwave.problem import LARGEST_BIAS, AttentionProblem
 
 CHUNK_ELEMENTS = 1 << 25  # float64 scores in memory at once: 256 MiB
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import warpwave
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, Causal, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench.correctness import Sample, Verdict
 from warpwave.workbench.bench.inputs import call_arguments, make_operands
 from warpwave.workbench.bench.workloads import default_scale

@@ -31,7 +31,8 @@ from warpwave.kernels.hopper.flash_bwd.config import (
 )
 from warpwave.kernels.hopper.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.hopper.flash_bwd.launches import Hidden, Step, Tensors, Workspace
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.scratch import Need, maker
 

@@ -20,7 +20,8 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     steps_of_dq,
 )
 from warpwave.kernels.prepass import mask_bits
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan
 

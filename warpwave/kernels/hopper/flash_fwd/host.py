@@ -32,7 +32,8 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead, widen_values
-from warpwave.problem import AnyOperands, AttentionProblem, CachedOperands, QuantizedOperands
+from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.tensor_maps import has_map
 

@@ -38,7 +38,8 @@ from warpwave.kernels.hopper.large_head_dim.config import (
 )
 from warpwave.kernels.hopper.parts import barriers
 from warpwave.kernels.hopper.visible import Rules
-from warpwave.problem import DTYPE_BYTES, AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
 

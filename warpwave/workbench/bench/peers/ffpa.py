@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.peers.peer import (
     PeerUnavailable,
     Prepared,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.operands import CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.peers.peer import (
     PeerUnavailable,
     Prepared,

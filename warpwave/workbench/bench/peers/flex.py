@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, Band, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem, Band
 from warpwave.workbench.bench.peers.peer import (
     PeerUnavailable,
     Prepared,

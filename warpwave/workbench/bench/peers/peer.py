@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, CachedOperands, Operands
+from warpwave.operands import CachedOperands, Operands
+from warpwave.problem import AttentionProblem
 
 
 class PeerUnavailable(Exception):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from warpwave.problem import AttentionProblem, Operands
+from warpwave.operands import Operands
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.peers.peer import PeerUnavailable, Prepared, refuse_features
 
 CHUNK_SCORE_BYTES = 1 << 30  # limit of the scores of the heads in one batch

@@ -1,0 +1,94 @@
+"""The tensors of one call, and the tuples in which kernels get them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Operands(NamedTuple):
+    """The tensors of one call, in the order of every kernel. Absent ones are None.
+
+    `DropoutOperands`, `QuantizedOperands` and `CachedOperands` repeat these fields: a NamedTuple cannot extend another.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+
+    @property
+    def dropout_seed(self) -> None:
+        """None: the tensors of a call with dropout are `DropoutOperands`."""
+        return None
+
+
+class DropoutOperands(NamedTuple):
+    """The tensors of one call with dropout: those of `Operands`, and the seed. Only kernels with dropout get them."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    dropout_seed: Any = None
+
+
+class QuantizedOperands(NamedTuple):
+    """The tensors of one call with quantized q and k: those of `Operands`, and the factors. Only kernels with
+    `QUANTIZED` get them."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    out_descale: Any = None
+
+    @property
+    def dropout_seed(self) -> None:
+        """None: quantized calls have no dropout."""
+        return None
+
+
+class CachedOperands(NamedTuple):
+    """The tensors of one call on a paged cache: those of `Operands`, with k and v as pools of pages, the tables, and
+    the factors of 8-bit pools."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    sinks: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    page_table: Any = None
+    seqused_k: Any = None
+    rows: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+
+    @property
+    def dropout_seed(self) -> None:
+        """None: calls on a cache have no dropout."""
+        return None
+
+
+AnyOperands = Operands | DropoutOperands | QuantizedOperands | CachedOperands
