@@ -1,9 +1,9 @@
 """The widener of the Hopper forward: two warps that convert the tiles of an 8-bit cache to 16 bits in shared memory.
 
 The producer copies tiles of 8 bits into rings of their own. The widener empties these into the rings that the consumers
-read. K becomes the type of Q and V float16, which hold every number of float8 and int8. Beside bfloat16 queries,
-probabilities are in float16 too; its range would lose small ones, so they are multiplied by 2^softmax.RAISE. A conversion
-of float8 to float16 takes half an instruction a number, one to bfloat16 takes two.
+read. K becomes the type of Q and V float16, which hold every number of float8 and int8. A conversion of float8 to
+float16 takes half an instruction a number, one to bfloat16 takes two. Beside bfloat16 queries, probabilities are
+therefore in float16 too; its range would lose small ones, so they are multiplied by 2^softmax.RAISE.
 
 The producer has one warp of a warpgroup, and the widener two of the others, which are idle in other calls.
 """
