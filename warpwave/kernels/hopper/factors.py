@@ -14,28 +14,13 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 
 
 @aggregate
-class OfKeys:
-    """The factors of K or V of a call (kernels/descales.py).
+class OfTensor:
+    """The factors of Q, K or V of a call (kernels/descales.py, kernels/cache_descales.py).
 
     Args:
         ptr: float32.
-        strides: `groups.KeyDescaleStrides`.
-        BLOCK: keys that share a factor; 0 if all keys of a head do.
-    """
-
-    ptr: gl.tensor
-    strides: gl.tuple
-    BLOCK: gl.constexpr
-
-
-@aggregate
-class OfQueries:
-    """The factors of Q of a call.
-
-    Args:
-        ptr: float32.
-        strides: `groups.QDescaleStrides`.
-        BLOCK: queries that share a factor; 0 if all queries of a head do.
+        strides: `groups.QDescaleStrides` of Q, `groups.KeyDescaleStrides` of K and V.
+        BLOCK: tokens that share a factor; 0 if all tokens of a head do.
     """
 
     ptr: gl.tensor
@@ -53,7 +38,7 @@ class Factors:
     """
 
     of_q: object
-    of_k: OfKeys
+    of_k: OfTensor
     of_v: object
     group_size: gl.tensor
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import of_call
-from warpwave.kernels.hopper.factors import Factors, OfKeys, OfQueries
+from warpwave.kernels.hopper.factors import Factors, OfTensor
 from warpwave.kernels.hopper.flash_fwd.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, MaskAndBias, is_added
 from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
@@ -113,13 +113,13 @@ def hopper_flash_fwd_kernel(
         out_maps = present(out_map, out_map_2, out_map_3)
     factors = ()
     if k_descale_ptr is not None:
-        of_k = OfKeys(k_descale_ptr, k_descale_strides, K_BLOCK)
+        of_k = OfTensor(k_descale_ptr, k_descale_strides, K_BLOCK)
         of_v = ()
         if v_descale_ptr is not None:
-            of_v = OfKeys(v_descale_ptr, v_descale_strides, V_BLOCK)
+            of_v = OfTensor(v_descale_ptr, v_descale_strides, V_BLOCK)
         of_q = ()
         if q_descale_ptr is not None:
-            of_q = OfQueries(q_descale_ptr, q_descale_strides, Q_BLOCK)
+            of_q = OfTensor(q_descale_ptr, q_descale_strides, Q_BLOCK)
         factors = Factors(of_q, of_k, of_v, schedule.group_size)
     aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
     raises: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
