@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if a.device == "cuda" else torch.device(a.device)
     facts = environment.describe(device)
     modes: tuple[str, ...] = suite.modes if device.type == "cuda" else ("auto",)
-    done = finished_cases(a.out, suite.name, modes, facts) if a.resume else {}
+    done = finished_cases(a.out, suite, modes, facts) if a.resume else {}
     cases = [case for case in suite.cases if a.only in case.name and case.name not in done]
     print(f"{len(cases)} cases to measure, {len(done)} are in {a.out} already", file=sys.stderr, flush=True)
     if not cases:

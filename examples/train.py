@@ -317,6 +317,11 @@ def main(given: list[str]) -> None:
     device = torch.device(arguments.device)
     sizes = FULL if device.type == "cuda" else SMALL
     names = list(ATTENTIONS) if arguments.attention == "both" else [arguments.attention]
+    if len(names) == 2:  # before the training, so that a page that cannot be written does not cost it
+        from warpwave.workbench.report.command import check_writable
+        from warpwave.workbench.report.training import TrainingRun, write_training_page
+
+        check_writable(arguments.page)
     data = Data(arguments.rows, arguments.context, arguments.batches == "packed", device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     how = "compiled" * arguments.compile or "eager"
@@ -332,8 +337,6 @@ def main(given: list[str]) -> None:
         del trainer
     found: dict[str, Any] = {"title": title, "sizes": asdict(sizes), "runs": [asdict(run) for run in runs]}
     if len(runs) == 2:
-        from warpwave.workbench.report.training import TrainingRun, write_training_page
-
         found["largest_difference"] = largest_difference(*runs)
         tell(f"largest difference of the losses of a step: {found['largest_difference']:.2g}")
         shown = [TrainingRun(r.attention, r.losses, r.tokens_per_second, r.peak_mib) for r in runs]

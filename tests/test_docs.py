@@ -122,6 +122,7 @@ def test_the_reference_has_every_public_name() -> None:
     rooms = [path.stem for path in (ROOT / "warpwave/integrations").glob("[a-z]*.py") if path.stem != "caches"]
     public |= {f"warpwave.integrations.{room}" for room in rooms}
     public |= {f"warpwave.workbench.report.training.{name}" for name in ("write_training_page", "TrainingRun")}
+    public.add("warpwave.workbench.report.command.check_writable")
     assert set(described) == public | {"warpwave.testing.assert_reaches", "warpwave.testing.Reached"}
     assert len(described) == len(set(described))
 

@@ -82,6 +82,7 @@ def test_an_example_imports_public_names_only(path: Path) -> None:
     public = {
         "warpwave": set(warpwave.__all__),
         "warpwave.testing": {"assert_reaches", "Reached"},
+        "warpwave.workbench.report.command": {"check_writable"},
         "warpwave.workbench.report.training": {"TrainingRun", "write_training_page"},
     }
     assert all(hasattr(report_training, name) for name in public["warpwave.workbench.report.training"])
@@ -131,6 +132,13 @@ def test_train_learns_the_same_by_both_attentions(tmp_path: Path) -> None:
     assert found["largest_difference"] == max(differences) < 1e-4
     assert ours["tokens_per_second"] > 0
     assert page.read_text().count("<polyline") == 3
+
+
+def test_train_checks_its_page_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "notes.html").write_text("mine")
+    result = run("train.py", "--device", "cpu", "--steps", "1000000", "--page", str(tmp_path / "notes.html"))
+    assert result.returncode == 1 and "already exists and is not a report of warpwave" in result.stderr
+    assert not result.stdout
 
 
 def test_train_by_other_ways_learns_the_same() -> None:

@@ -19,6 +19,7 @@ from warpwave.workbench.bench.comparison_text import main as compare
 from warpwave.workbench.bench.goals import Goal
 from warpwave.workbench.bench.records import RecordError, read_records
 from warpwave.workbench.bench.resume import finished_cases
+from warpwave.workbench.bench.workloads import load_suite
 from warpwave.workbench.explain.recorded_time import find
 from warpwave.workbench.hardware.catalog import resolve
 from warpwave.workbench.report.command import main as report
@@ -106,7 +107,7 @@ def told(odd: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report([odd], out=page, markdown_out=notes) == 0
     records = read_records(odd)
     for environment in records.environments.values():
-        finished_cases(odd, "forward", ("auto",), environment)
+        finished_cases(odd, load_suite("forward"), ("auto",), environment)
     verify.shipped_cases(records, "NVIDIA H200")
     for _, m in records.measurements:
         try:

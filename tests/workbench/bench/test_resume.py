@@ -1,29 +1,39 @@
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.workbench.bench.test_compare import ENVIRONMENT, write
-from tests.workbench.bench.test_table import measured
+from tests.workbench.bench.test_table import PROBLEM, measured
 from warpwave.workbench.bench.records import RecordError
 from warpwave.workbench.bench.resume import STOPPING, Journal, finished_cases
+from warpwave.workbench.bench.workloads import Case, Suite
+
+SUITE = Suite("s", "two cases", tuple(Case(name, PROBLEM) for name in ("one", "two")))
 
 
 def test_what_the_same_code_measured_on_the_same_card_is_finished(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [measured("warpwave auto", 1.0, "one"), measured("p", 1.0, "two")])
-    assert finished_cases(path, "s", ("auto",), {**ENVIRONMENT, "date": "later"}).keys() == {"one", "two"}
-    assert finished_cases(path, "other", ("auto",), ENVIRONMENT) == {}
-    assert finished_cases(path, "s", ("auto", "eager"), ENVIRONMENT) == {}
+    assert finished_cases(path, SUITE, ("auto",), {**ENVIRONMENT, "date": "later"}).keys() == {"one", "two"}
+    assert finished_cases(path, replace(SUITE, name="other"), ("auto",), ENVIRONMENT) == {}
+    assert finished_cases(path, SUITE, ("auto", "eager"), ENVIRONMENT) == {}
     changes: list[dict[str, Any]] = [
         {"code": {"source_sha256": "ffff"}},
         {"gpu": {"name": "NVIDIA H100"}},
         {"torch": "2.12.0"},
     ]
     for change in changes:
-        assert finished_cases(path, "s", ("auto",), {**ENVIRONMENT, **change}) == {}
-    assert finished_cases(tmp_path / "none.jsonl", "s", ("auto",), ENVIRONMENT) == {}
+        assert finished_cases(path, SUITE, ("auto",), {**ENVIRONMENT, **change}) == {}
+    assert finished_cases(tmp_path / "none.jsonl", SUITE, ("auto",), ENVIRONMENT) == {}
+
+
+def test_a_case_that_the_suite_changed_under_the_same_name_is_not_finished(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", [measured("warpwave auto", 1.0, "one"), measured("p", 1.0, "two")])
+    changed = replace(SUITE, cases=(SUITE.cases[0], Case("two", replace(PROBLEM, softcap=30.0))))
+    assert finished_cases(path, changed, ("auto",), ENVIRONMENT).keys() == {"one"}
 
 
 def test_whoever_ended_the_process_is_left_out_the_next_time(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_a_mistake_in_a_case_is_named(case: Any, message: str) -> None:
         ({**ROW, "softcap": float("inf")}, "softcap must be a finite number >= 0, got inf"),
         ({**ROW, "precision": 1e-320}, "or a relative error between 0 and 1"),
         ({**ROW, "precision": {}}, "precision must be one of"),
+        ({**ROW, "cache": {}, "page_size": 16}, "cache must be one of float8_e4m3fn:head, "),
         ({**ROW, "window_size": [10**20, 0]}, r"window_size must be \[left, right\], whole numbers from -1"),
         ({**ROW, "page_size": 2**62}, "page_size must be a power of two"),
         ({**ROW, "goal": {}}, "goal must be a number above 0 or"),
@@ -149,6 +150,9 @@ def test_a_suite_whose_name_no_record_can_hold(tmp_path: Path) -> None:
 def test_a_mistake_in_a_suite_is_named(tmp_path: Path) -> None:
     with pytest.raises(SuiteError, match=r"cases\[1\]: the case 'd4 1x8 h2 fp32' appears twice"):
         parse(ROW, {**ROW, "causal": False})
+    packed = {"num_heads_q": 2, "head_dim": 4, "dtype": "float32"}
+    with pytest.raises(SuiteError, match=r"a name has the sum of packed lengths .* put it in another suite"):
+        parse({**packed, "lengths": [100, 300]}, {**packed, "lengths": [200, 200]})
     with pytest.raises(SuiteError, match="cases must be a list of at least one table"):
         parse()
     with pytest.raises(SuiteError, match="description must be a string"):

@@ -98,6 +98,26 @@ def test_the_shipped_record_makes_a_whole_page(shipped_page: str) -> None:
     assert "warpwave bench forward --rounds 9" in words
 
 
+@pytest.mark.parametrize(
+    ("suite", "command"),
+    [
+        ("forward", "warpwave bench forward --rounds 9 --out RECORD.jsonl"),
+        ("scale seqlen", "warpwave bench --scale seqlen --rounds 9 --out RECORD.jsonl"),
+        ("my calls", "warpwave bench 'my calls.toml' --rounds 9 --out RECORD.jsonl"),
+        ("verify", "warpwave verify --out RECORD.jsonl"),
+    ],
+)
+def test_the_command_that_repeats_a_record_exists(suite: str, command: str) -> None:
+    (section,) = report([source([measurement(suite=suite)])]).sections
+    assert section.reproduce == [command, "warpwave report RECORD.jsonl"]
+
+
+def test_two_runs_of_one_minute_have_different_names() -> None:
+    runs = [source([measurement()], {**H200, "date": f"2026-01-02T03:04:{second}+00:00"}) for second in ("05", "46")]
+    (section,) = report(runs).sections
+    assert len({case.name for case in section.cases}) == 2
+
+
 def test_the_shipped_records_are_the_packages_own() -> None:
     assert shipped.paths()
     for path in shipped.paths():

@@ -19,6 +19,7 @@ from typing import Any
 
 from warpwave.workbench.bench.record_schema import WORD
 from warpwave.workbench.bench.records import Measurement, RecordError, read_records
+from warpwave.workbench.bench.workloads import Suite
 from warpwave.workbench.input_files import Unreadable, parse_json, read_text
 from warpwave.workbench.output_files import CannotWrite, Kind, check_output
 from warpwave.workbench.schema import Mismatch, OneOf, Table, check
@@ -29,10 +30,10 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 def finished_cases(
-    path: Path, suite: str, modes: Sequence[str], environment: Mapping[str, Any]
+    path: Path, suite: Suite, modes: Sequence[str], environment: Mapping[str, Any]
 ) -> dict[str, list[Measurement]]:
     """Returns the suite's cases that the file holds in all these modes, from the same code on the same device, with
-    their measurements.
+    their measurements. A case that the suite changed since, under the same name, is not among them.
 
     Raises:
         RecordError: the file exists and cannot be read.
@@ -40,9 +41,11 @@ def finished_cases(
     if not path.exists() or not path.stat().st_size:
         return {}
     records = read_records(path)
+    problems = {case.name: case.problem for case in suite.cases}
     found: dict[str, list[Measurement]] = {}
     for environment_id, m in records.measurements:
-        if m.suite == suite and _identity(records.environments[environment_id]) == _identity(environment):
+        same_case = m.suite == suite.name and m.problem == problems.get(m.case)
+        if same_case and _identity(records.environments[environment_id]) == _identity(environment):
             found.setdefault(m.case, []).append(m)
     return {case: of_case for case, of_case in found.items() if {m.mode for m in of_case} >= set(modes)}
 

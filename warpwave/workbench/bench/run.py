@@ -111,7 +111,7 @@ def main(
         if out is not None:
             check_appendable(out)
         facts = environment.describe(request.settings.device)
-        held = finished_cases(out, request.suite.name, request.settings.modes, facts) if resume and out else {}
+        held = finished_cases(out, request.suite, request.settings.modes, facts) if resume and out else {}
         done = {case.name: held[case.name] for case in request.cases if case.name in held}
         journal = Journal(out, resume=resume)
         cases = [case for case in request.cases if case.name not in done]

@@ -258,7 +258,10 @@ def _cases(axes: Iterable[dict[str, list[Any]]], source: str) -> Iterator[Case]:
         for combination in itertools.product(*of_entry.values()):
             case = _case(dict(zip(of_entry, combination, strict=True)), where)
             if case.name in names:
-                raise SuiteError(f"{where}: the case {case.name!r} appears twice")
+                raise SuiteError(
+                    f"{where}: the case {case.name!r} appears twice (a name has the sum of packed lengths and six "
+                    "digits of a number); remove one, or put it in another suite"
+                )
             names.add(case.name)
             yield case
 
@@ -353,7 +356,8 @@ def _problem(fields: dict[str, Any], where: str) -> AttentionProblem:
     if "page_size" in fields and (not fits(PAGE_SIZE, page_size) or page_size.bit_count() != 1):
         raise SuiteError(f"{where}: page_size must be a power of two, got {quoted(page_size)}")
     cache = fields.get("cache")
-    if "cache" in fields and (cache not in CACHES or not page_size or fields["dtype"] == "float32"):
+    known = isinstance(cache, str) and cache in CACHES
+    if "cache" in fields and (not known or not page_size or fields["dtype"] == "float32"):
         raise SuiteError(
             f"{where}: cache must be one of {', '.join(CACHES)}, with a page_size and a dtype of 16 bits, got "
             f"{quoted(cache)}"

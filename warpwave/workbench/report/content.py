@@ -9,7 +9,9 @@ from typing import Any
 
 import warpwave
 from warpwave.workbench.bench.records import Measurement
+from warpwave.workbench.bench.scaling import AXES
 from warpwave.workbench.bench.timing import Samples
+from warpwave.workbench.bench.workloads import suite_names
 from warpwave.workbench.report.bounds import MachineRates, rates_of, share
 from warpwave.workbench.report.curves import Family, RooflineData, contenders, families, roofline_data
 from warpwave.workbench.report.figures import NARROW_SPACE, NO_FIGURE, count, figure, interval, listed, percent, span
@@ -410,8 +412,8 @@ def commands(machine: Machine) -> list[str]:
             part = [m for m in run.measurements if m.suite == suite]
             rounds = max((len(m.timing.samples_us) for m in part if m.timing is not None), default=0)
             kernels = list(dict.fromkeys(m.contender.split(" ", 1)[1] for m in part if m.is_ours))
-            command = f"warpwave bench {_argument(suite)}"
-            if rounds:
+            command = f"warpwave {_command(suite)}"
+            if rounds and suite != "verify":
                 command += f" --rounds {rounds}"
             if kernels != ["auto"]:
                 command += "".join(f" --kernel {_argument(kernel)}" for kernel in kernels)
@@ -419,6 +421,15 @@ def commands(machine: Machine) -> list[str]:
                 command += " --device cpu"
             found[f"{command} --out RECORD.jsonl"] = None
     return [*found, "warpwave report RECORD.jsonl"]
+
+
+def _command(suite: str) -> str:
+    """Returns the command that measures a suite. A suite that the package does not have is a file of the user."""
+    if suite == "verify":
+        return "verify"
+    if suite in (f"scale {axis}" for axis in AXES):
+        return f"bench --{suite}"
+    return f"bench {_argument(suite if suite in suite_names() else f'{suite}.toml')}"
 
 
 def _argument(word: str) -> str:

@@ -153,7 +153,7 @@ def _name(key: tuple[int, str, str, str], keys: Sequence[tuple[int, str, str, st
     if len({other[3] for other in alike}) > 1 or mode not in ("auto", ""):
         more.append(mode)
     if len({other[0] for other in alike if other[1] == suite and other[3] == mode}) > 1:
-        more.append(machine.runs[run].date[:16].replace("T", " "))
+        more.append(machine.runs[run].date[:19].replace("T", " "))
     return f"{case} ({', '.join(more)})" if more else case
 
 
