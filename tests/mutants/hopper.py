@@ -99,7 +99,7 @@ QUANTIZED_ON_CPU = "../kernels/hopper/test_flash_fwd_quantized_on_cpu.py::"
 HOPPER_QUANTIZED = [
     Mutant(
         "int8 on Hopper: the factor of the first block for all queries", "kernels/hopper/factors.py",
-        "(row // factors.Q_BLOCK)", "(row * 0)",
+        "(row // of_q.BLOCK)", "(row * 0)",
         f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "sinks", "gates fail",
     ),
     Mutant(
