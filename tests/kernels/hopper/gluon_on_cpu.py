@@ -85,6 +85,8 @@ class Barrier:
 class Memory:
     """Shared memory, or a view of it."""
 
+    layout = None
+
     def __init__(self, values: Any, dtype: Any = None) -> None:
         self.values, self.dtype = values, dtype
 

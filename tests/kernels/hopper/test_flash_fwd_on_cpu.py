@@ -28,6 +28,7 @@ from warpwave.kernels.hopper import (
     serial,
     softmax,
     split_float32,
+    token_factors,
     visible,
     words,
 )
@@ -41,7 +42,7 @@ from warpwave.workbench.verify.reference import oracle
 
 MODULES = (
     *(kernel, consumer, producer, mask_bias, factors, pages, parts, rows, scheduler, serial, softmax, split_float32),
-    *(visible, widener, words),
+    *(token_factors, visible, widener, words),
 )
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
@@ -175,6 +176,9 @@ def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, feature
     [
         ("bfloat16", "float8_e4m3fn:head", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
         ("float16", "int8:head", 64, (192, 128), flash_fwd.Config(128, 64, 2)),
+        ("bfloat16", "float8_e4m3fn:token", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
+        ("float16", "int8:token", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
+        ("float16", "float8_e4m3fn:token", 64, (48, 16), flash_fwd.Config(64, 128, 3)),
         ("bfloat16", "int8:head", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
         ("float16", "float8_e4m3fn:head", 32, (48, 16), flash_fwd.Config(64, 128, 3)),
     ],

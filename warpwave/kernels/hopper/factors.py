@@ -1,4 +1,5 @@
 """The dequantization factors of a consumer's 64 queries, and of each of its tiles of keys, of an 8-bit cache too.
+token_factors.py has those of a cache in which tokens have their own.
 
 Tiles of queries and keys begin at multiples of their length, which divides the blocks of tokens that share a factor, so
 a tile has one factor. That of Q and K is part of the scale of the scores. That of V multiplies the output if all keys
@@ -10,6 +11,7 @@ probabilities: its logarithm is added to the tile's scores, and sums of probabil
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.hopper.parts import LARGEST_SCALE, SMALLEST_SCALE, lg2
+from warpwave.kernels.hopper.token_factors import has_token_factors, rules_with_tokens
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
 
 
@@ -119,10 +121,13 @@ def factor_of_queries(of_q, group_size, row_first, work):
 
 
 @jit
-def factors_of_tile(tile, keys, rules):
+def factors_of_tile(tile, n, keys, rules):
     """Starts to read the factors of a tile of K and of V, 1 where blocks have none of their own; () if the call has no
-    factors."""
-    if has_factors(rules.factors):
+    factors. Those of tokens are read when K has arrived: returns `n`, the tile's number in the rings.
+    """
+    if has_token_factors(rules.factors):
+        return n
+    elif has_factors(rules.factors):
         return _factors_of_tile(rules.factors, tile, keys, rules)
     else:
         return ()
@@ -143,7 +148,9 @@ def _factors_of_tile(head, tile, keys, rules):
 def rules_of_tile(read, rules):
     """Returns the rules for a tile of keys: their scale includes its factor of K, and `tile` is its factor of V. `read`
     is what `factors_of_tile` returned."""
-    if has_factors(rules.factors):
+    if has_token_factors(rules.factors):
+        return rules_with_tokens(read, rules)
+    elif has_factors(rules.factors):
         return _rules_of_tile(rules.factors, read, rules)
     else:
         return rules

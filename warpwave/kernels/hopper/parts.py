@@ -107,10 +107,10 @@ def present(first, second, third):
 
 
 @jit
-def ring_init(ring, CONSUMERS: gl.constexpr):
-    """Initializes the barriers; `CONSUMERS` hand each tile back."""
+def ring_init(ring, CONSUMERS: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Initializes the barriers; a tile is complete after ARRIVALS, and `CONSUMERS` hand it back."""
     for i in gl.static_range(ring.stages):
-        mbarrier.init(ring.full.index(i), count=1)
+        mbarrier.init(ring.full.index(i), count=ARRIVALS)
         if ring.named == 0:
             mbarrier.init(ring.empty.index(i), count=CONSUMERS)
 

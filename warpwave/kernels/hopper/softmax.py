@@ -9,6 +9,7 @@ communicates only when its own scores rise: `settled_maximum`, `own_probabilitie
 
 from warpwave.kernels.hopper.factors import bits_of_values, has_blocks_of_values
 from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh, tanh_of_tile
+from warpwave.kernels.hopper.token_factors import has_token_factors
 from warpwave.kernels.hopper.visible import heads_of_rows
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
@@ -37,6 +38,20 @@ class FromOffset:
     weight: gl.tensor
 
 
+@aggregate
+class Weighted:
+    """States that scores are in bits and include the logarithms of factors of V; `weights`, [1, keys], undo these in
+    sums of probabilities."""
+
+    weights: gl.tensor
+
+
+@constexpr_function
+def has_weights(scale):
+    """Returns whether a factor is a `Weighted`."""
+    return hasattr(scale, "weights")
+
+
 @constexpr_function
 def has_offset(scale):
     """Returns whether a factor is a `FromOffset`."""
@@ -52,14 +67,17 @@ def without_offset(scores):
 
 
 @jit
-def with_values(scale, rules):
-    """Returns the factor of a tile's scores: a `FromOffset` with the tile's factor of V, or the scale if blocks of V
-    have no factors."""
-    if has_blocks_of_values(rules.factors):
+def with_values(scores, scale, rules):
+    """Returns the scores of a tile and their factor: a `FromOffset` with the tile's factor of V, a `Weighted` if tokens
+    have factors, or the scale."""
+    if has_token_factors(rules.factors):
+        bits, weights = rules.factors.of_tile
+        return scores * scale + bits, Weighted(weights)
+    elif has_blocks_of_values(rules.factors):
         bits = bits_of_values(rules)
-        return FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
+        return scores, FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
     else:
-        return scale
+        return scores, scale
 
 
 @constexpr_function
@@ -84,7 +102,7 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
         return scores.to(gl.float32, bitcast=True), FromOffset(scale, scale * OFFSET, gl.to_tensor(1.0))
     else:
         scores, scale = _in_bits(without_offset(scores), tile, place, keys, rules, AT_EDGE)
-        return scores, with_values(scale, rules)
+        return with_values(scores, scale, rules)
 
 
 @jit
@@ -264,6 +282,8 @@ def settled_maximum(scores, scale, m, lead):
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
     if has_offset(scale):
         factors = (everywhere(scale.scale, top), everywhere(scale.offset, top))
+    elif has_weights(scale):
+        factors = (everywhere(1.0, top),)
     else:
         factors = (everywhere(scale, top),)
     return settle(m, lead, top, factors)
@@ -288,8 +308,13 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr, R
     if has_offset(scale):
         shift = shift + scale.offset
         factor = scale.scale
+    if has_weights(scale):
+        factor = 1.0
     p = exp2(multiply_add(scores, factor, -beside_columns(shift, scores), True))
-    sums = gl.sum(gl.sum(gl.reshape(p, [ROWS, scores.shape[1] // 8, 4, 2]), axis=1), axis=2)
+    counted = p
+    if has_weights(scale):
+        counted = p * scale.weights
+    sums = gl.sum(gl.sum(gl.reshape(counted, [ROWS, scores.shape[1] // 8, 4, 2]), axis=1), axis=2)
     if has_offset(scale):
         sums = sums * scale.weight
     return p, l_i * alpha + gl.convert_layout(sums, l_i.type.layout, assert_trivial=True)

@@ -92,7 +92,6 @@ def _against_pages(problem: AttentionProblem) -> list[str]:
         return []
     others = {
         "float32": problem.dtype == "float32",
-        "factors of tokens": problem.kv_factors == "token",
         f"pages of {problem.page_size}": problem.page_size < LEAST_PAGE,
         "results that do not depend on the batch": problem.batch_invariant,
         "a mask": problem.mask_shape is not None,

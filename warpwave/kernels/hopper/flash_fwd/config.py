@@ -173,6 +173,8 @@ def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: in
     beside = config.num_stages * config.block_m * config.block_n * bias_bytes(problem)
     if has_widener(problem):
         beside += narrow_stages * config.block_n * (width + width_v)
+    if problem.kv_factors == "token":
+        beside += 4 * config.block_n * (2 * narrow_stages + 3 * (config.num_stages + 1))  # token_factors.TokenFactors
     size = 1 if problem.is_quantized else 2 * parts
     return of_keys * width * size + of_values * 2 * parts + beside + 2048  # 2048 for barriers and reductions
 

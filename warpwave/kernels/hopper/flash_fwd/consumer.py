@@ -12,6 +12,7 @@ from warpwave.kernels.hopper.factors import (
     factors_of_tile,
     has_blocks_of_values,
     has_factors,
+    in_range,
     of_output,
     rules_of_queries,
     rules_of_tile,
@@ -33,6 +34,7 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     without_unseen,
     word_of,
 )
+from warpwave.kernels.hopper.flash_fwd.widener import queries_in_float16
 from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
@@ -77,6 +79,7 @@ from warpwave.kernels.hopper.split_float32 import (
     store_float32,
     wait_for_launch_before,
 )
+from warpwave.kernels.hopper.token_factors import has_token_factors
 from warpwave.kernels.hopper.visible import (
     Place,
     Rules,
@@ -103,7 +106,7 @@ def step(
 ):  # fmt: skip
     """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
     values."""
-    factors = factors_of_tile(tile, keys, rules)
+    factors = factors_of_tile(tile, n + 1, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, False)
     wait_full(k_ring, n + 1)
     scores = scores_async(q, k_ring, n + 1, zero_scores(k_ring, rules.BLOCK_N))
@@ -165,7 +168,7 @@ def release(q_empty, GROUP: gl.constexpr, is_last, rules):
 @jit
 def edge_scores(q, k_ring, n, tile, place, keys, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
-    factors = factors_of_tile(tile, keys, rules)
+    factors = factors_of_tile(tile, n, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, True)
     wait_full(k_ring, n)
     scores = scores_async(q, k_ring, n, zero_scores(k_ring, rules.BLOCK_N))
@@ -384,6 +387,9 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
+        if rules.RAISES:
+            q, power = queries_in_float16(q)
+            rules_of_head = with_fields(rules_of_head, scale=in_range(rules_of_head.scale * power))
 
         if rules.PARTS > 1:
             n, m_i, lead, l_i, acc = split_tiles(
@@ -413,7 +419,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         if rules.RAISES:
             l_row = l_row * LOWER
         l_out = l_row
-        if rules.PARTS == 1 and not has_blocks_of_values(rules.factors):
+        if rules.PARTS == 1 and not (has_blocks_of_values(rules.factors) or has_token_factors(rules.factors)):
             l_out = l_row + rounding_of_the_largest(lead, v_ring.pieces[0].dtype)
         factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
         far = is_far(m_i)  # the sink's logit does not come from the bias

@@ -463,8 +463,8 @@ def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[An
         for descale in (operands.k_descale, operands.v_descale):
             of_factors += [None] * 3 if descale is None else descales.strides_of_keys(descale)
     elif isinstance(operands, CachedOperands) and problem.dtype_kv:
-        _, _, of_k, _, _, of_v = cache_descales.strides(operands.k_descale, operands.v_descale)
-        of_factors[4:] = [0, of_k, 0, 0, of_v, 0]
+        strides = cache_descales.strides(operands.k_descale, operands.v_descale)
+        of_factors[4:] = [x for page, cell, head in (strides[:3], strides[3:]) for x in (page, head, cell)]
     of_dropout = dropout.scalars(problem.dropout_p)
     return [scale, softcap, *mask_bits.strides(problem), *of_bias, *of_dropout, *of_factors]
 
@@ -507,6 +507,7 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "Q_BLOCK": block_q,
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,
+        "TOKEN_FACTORS": problem.kv_factors == "token",
         "PAGE_SIZE": problem.page_size,
     }
 

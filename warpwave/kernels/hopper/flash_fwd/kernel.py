@@ -51,6 +51,7 @@ from warpwave.kernels.hopper.parts import (
     ring_init,
     wide_buffers,
 )
+from warpwave.kernels.hopper.token_factors import token_factors
 from warpwave.kernels.hopper.visible import Options, Rules
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier, warp_specialize
 
@@ -94,6 +95,7 @@ def hopper_flash_fwd_kernel(
     Q_BLOCK: gl.constexpr,
     K_BLOCK: gl.constexpr,
     V_BLOCK: gl.constexpr,
+    TOKEN_FACTORS: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS rows until the counter is exhausted. A row is a query of one of HEADS heads.
 
@@ -101,7 +103,7 @@ def hopper_flash_fwd_kernel(
     None. If several heads share a tile, maps of Q and out have the axes of host.together. In float32, PARTS consecutive
     heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no maps. Q_BLOCK, K_BLOCK and V_BLOCK
     quantized tokens share a factor, or all tokens of a head if 0. NARROW_STAGES tiles of an 8-bit cache wait for the
-    widener, 0 for another call.
+    widener, 0 for another call. With TOKEN_FACTORS, each head of each token of that cache has a factor.
     """
     GROUPS: gl.constexpr = call_options.GROUPS
     PARTS: gl.constexpr = call_options.PARTS
@@ -112,7 +114,12 @@ def hopper_flash_fwd_kernel(
     if call_options.HEAD_DIM_V == 0:
         out_maps = present(out_map, out_map_2, out_map_3)
     factors = ()
-    if k_descale_ptr is not None:
+    if TOKEN_FACTORS:
+        factors = token_factors(
+            k_descale_ptr, k_descale_strides, v_descale_ptr, v_descale_strides, NARROW_STAGES, STAGES,
+            call_options.BLOCK_N,
+        )  # fmt: skip
+    elif k_descale_ptr is not None:
         of_k = OfTensor(k_descale_ptr, k_descale_strides, K_BLOCK)
         of_v = ()
         if v_descale_ptr is not None:
@@ -141,7 +148,7 @@ def hopper_flash_fwd_kernel(
     k_full = barriers(STAGES)
     v_full = barriers(STAGES)
     if NARROW_STAGES > 0:
-        k_tiles = wide_buffers(k_maps, q_maps[0].dtype, STAGES, call_options.BLOCK_N)
+        k_tiles = wide_buffers(k_maps, gl.float16, STAGES, call_options.BLOCK_N)
         v_tiles = wide_buffers(v_maps, gl.float16, STAGES, call_options.BLOCK_N)
     else:
         k_tiles = buffers(k_maps, STAGES * PARTS, call_options.BLOCK_N)
@@ -172,9 +179,9 @@ def hopper_flash_fwd_kernel(
     v_source = v_ring
     of_widener = ()
     if NARROW_STAGES > 0:
-        k_source = narrow_ring(k_maps, NARROW_STAGES, call_options.BLOCK_N)
-        v_source = narrow_ring(v_maps, NARROW_STAGES, call_options.BLOCK_N)
-        of_widener = Widener(k_source, v_source, k_ring, v_ring, unknown_end())
+        k_source = narrow_ring(k_maps, NARROW_STAGES, call_options.BLOCK_N, 2 if TOKEN_FACTORS else 1)
+        v_source = narrow_ring(v_maps, NARROW_STAGES, call_options.BLOCK_N, 1)
+        of_widener = Widener(k_source, v_source, k_ring, v_ring, unknown_end(), factors if TOKEN_FACTORS else ())
     for g in gl.static_range(GROUPS):
         mbarrier.init(q_full.index(g), count=1)
         mbarrier.init(q_empty.index(g), count=1)

@@ -1,9 +1,10 @@
 """The widener of the Hopper forward: two warps that convert the tiles of an 8-bit cache to 16 bits in shared memory.
 
 The producer copies tiles of 8 bits into rings of their own. The widener empties these into the rings that the consumers
-read. K becomes the type of Q and V float16, which hold every number of float8 and int8. A conversion of float8 to
-float16 takes half an instruction a number, one to bfloat16 takes two. Beside bfloat16 queries, probabilities are
-therefore in float16 too; its range would lose small ones, so they are multiplied by 2^softmax.RAISE.
+read. K and V become float16, which holds every number of float8 and int8. A conversion of float8 to float16 takes half
+an instruction a number, one to bfloat16 takes two. Consumers therefore convert queries of bfloat16 to float16 as well,
+divided by a power of two. Their probabilities are in float16 too; its range would lose small ones, so they are
+multiplied by 2^softmax.RAISE.
 
 The producer has one warp of a warpgroup, and the widener two of the others, which are idle in other calls.
 """
@@ -21,13 +22,16 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
 )
 from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.kernels.hopper.token_factors import has_token_factors, make
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
+    block_barrier,
     constexpr_function,
     fence_async_shared,
     gl,
     jit,
     mbarrier,
+    reinterpret,
 )
 
 WIDENER_WARPS = gl.constexpr(2)
@@ -43,6 +47,7 @@ class Widener:
         k_narrow, v_narrow: the rings that the producer fills.
         k_ring, v_ring: the rings that the consumers read.
         end: a word of shared memory: the number of tiles of the launch, or NOT_KNOWN.
+        factors: `TokenFactors` if tokens have factors.
     """
 
     k_narrow: Ring
@@ -50,13 +55,14 @@ class Widener:
     k_ring: Ring
     v_ring: Ring
     end: gl.shared_memory_descriptor
+    factors: object
 
 
 @jit
-def narrow_ring(maps, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Allocates a ring of 8-bit tiles, which one role empties."""
+def narrow_ring(maps, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocates a ring of 8-bit tiles, which one role empties; a tile is complete after ARRIVALS of the producer."""
     ring = Ring(buffers(maps, STAGES, BLOCK_N), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
-    ring_init(ring, 1)
+    ring_init(ring, 1, ARRIVALS)
     return ring
 
 
@@ -80,6 +86,8 @@ def announce_end(role, n):
     if is_present(role):
         role.end.store(gl.full([1], n, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         make_room(role.k_narrow, n, 0)
+        if has_token_factors(role.factors):
+            mbarrier.arrive(role.k_narrow.full.index(n % role.k_narrow.stages), count=1)
 
 
 @jit
@@ -87,6 +95,7 @@ def widener(role):
     """Widens tiles until the producer announces the end. K comes before V, as consumers need them."""
     n = 0
     while is_more(role, n):
+        make(role.factors, n, WIDENER_WARPS)
         widen(role.k_narrow, role.k_ring, n)
         widen(role.v_narrow, role.v_ring, n)
         n += 1
@@ -123,7 +132,7 @@ def widen_piece(source, target):
         following = numbers
         if j + 1 < CHUNKS:  # before the store, because the compiler moves no load before one
             following = source.slice((j + 1) * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).load(layout)
-        target.slice(j * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).store(in_16_bits(numbers, target.dtype))
+        target.slice(j * ROWS_AT_ONCE, ROWS_AT_ONCE, dim=0).store(in_float16(numbers))
         numbers = following
 
 
@@ -131,29 +140,18 @@ def widen_piece(source, target):
 
 
 @jit
-def in_16_bits(numbers, DTYPE: gl.constexpr):
-    """Returns 8-bit numbers in a 16-bit type. Triton's own conversions of int8, and of float8 to bfloat16, are scalar
-    and slow."""
+def in_float16(numbers):
+    """Returns 8-bit numbers in float16. Triton's own conversion of int8 is scalar and slow."""
     if numbers.dtype == gl.int8:
-        if DTYPE == gl.float16:
-            return int8_in_float16(numbers)
-        else:
-            return int8_in_bfloat16(numbers)
-    elif DTYPE == gl.float16:
-        return numbers.to(gl.float16)
+        return int8_in_float16(numbers)
     else:
-        return float8_in_bfloat16(numbers)
-
-
-# With its sign bit flipped, an int8 x is x + 128. As the low byte of 1024.0 in float16, or of 2^23 in float32, it is
-# added to that, and one subtraction leaves x.
-
-
-_PAIRS_ASM = "cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; "
+        return numbers.to(gl.float16)
 
 
 @constexpr_function
 def _int8_in_float16_asm():
+    # With its sign bit flipped, an int8 x is x + 128. As the low byte of 1024.0, it is added to that, and one
+    # subtraction leaves x.
     halves = "".join(
         f"prmt.b32 ${i}, t, 0x64646464, {0x4140 + 0x202 * i:#x}; sub.rn.f16x2 ${i}, ${i}, m; " for i in (0, 1)
     )
@@ -168,35 +166,32 @@ def int8_in_float16(numbers):
     )
 
 
-@constexpr_function
-def _int8_in_bfloat16_asm():
-    floats = "".join(
-        f"prmt.b32 f{i}, t, 0x4B000000, {0x7540 + i:#x}; sub.rn.f32 f{i}, f{i}, 0f4B000080; " for i in range(4)
-    )
-    return f"{{ .reg .b32 t, f0, f1, f2, f3; xor.b32 t, $2, 0x80808080; {floats}{_PAIRS_ASM}}}"
-
-
 @jit
-def int8_in_bfloat16(numbers):
-    """Returns int8 in bfloat16."""
-    return gl.inline_asm_elementwise(
-        _int8_in_bfloat16_asm(), "=r,=r,r", [numbers], dtype=gl.bfloat16, is_pure=True, pack=4
-    )
+def queries_in_float16(q):
+    """Converts the queries of a consumer from bfloat16 to float16 in place, and returns (q, power).
 
+    Args:
+        q: the pieces of 64 rows of Q in shared memory.
 
-@constexpr_function
-def _float8_in_bfloat16_asm():
-    halves = "".join(
-        f"cvt.rn.f16x2.e4m3x2 h, {part}; mov.b32 {{x, y}}, h; cvt.f32.f16 f{i}, x; cvt.f32.f16 f{i + 1}, y; "
-        for part, i in (("low", 0), ("high", 2))
-    )
-    names = ".reg .b16 low, high, x, y; .reg .b32 h, f0, f1, f2, f3; mov.b32 {low, high}, $2; "
-    return f"{{ {names}{halves}{_PAIRS_ASM}}}"
-
-
-@jit
-def float8_in_bfloat16(numbers):
-    """Returns float8_e4m3fn in bfloat16."""
-    return gl.inline_asm_elementwise(
-        _float8_in_bfloat16_asm(), "=r,=r,r", [numbers], dtype=gl.bfloat16, is_pure=True, pack=4
-    )
+    Returns:
+        q: the pieces, divided by `power`: the largest finite number is 2^13 to 2^14. Numbers stay exact down to 2^-27
+            of it, and smaller ones are off by at most 2^-38 of it. Infinities and NaN stay as they are.
+        power: a power of two from 2^-113 to 2^113.
+    """
+    largest = gl.to_tensor(0.0)
+    for i in gl.static_range(len(q)):
+        size = gl.abs(q[i].load(row_vectors(q[i].shape[1])).to(gl.float32))
+        finite = gl.where(size < float("inf"), size, 0.0)
+        largest = gl.maximum(largest, gl.max(gl.max(finite, axis=1), axis=0))
+    power = largest.to(gl.int32, bitcast=True) & 0x7F800000
+    power = gl.minimum(gl.maximum(power, 0x0D800000), 0x7E800000)  # 2^-100 to 2^126
+    inverse = (0x7F000000 - power).to(gl.float32, bitcast=True) * 2.0**13
+    narrow = ()
+    for i in gl.static_range(len(q)):
+        piece = reinterpret(q[i], gl.float16, q[i].shape, q[i].layout)
+        x = q[i].load(row_vectors(q[i].shape[1])).to(gl.float32) * inverse
+        piece.store(x.to(gl.float16))
+        narrow = narrow + (piece,)
+    fence_async_shared()
+    block_barrier()
+    return narrow, power.to(gl.float32, bitcast=True) * 2.0**-13
