@@ -127,12 +127,18 @@ def test_softcap(head_dim: int) -> None:
 
 
 # head_dim, dtype of the cache and config of a call on 8-bit pages.
-SAMPLE_OF_8_BIT_PAGES = [(64, "int8", (64, 64, 3, 3)), (64, "float8_e4m3fn", (192, 128, 3, 1))]
+SAMPLE_OF_8_BIT_PAGES = [
+    (64, "int8", (64, 64, 3, 3)),
+    (64, "float8_e4m3fn", (192, 128, 3, 1)),
+    (128, "float8_e4m3fn:token", (192, 64, 4, 1)),
+]
 FULL_OF_8_BIT_PAGES = [
     *((64, cache, config) for cache in ("int8", "float8_e4m3fn") for config in ((64, 128, 2, 2), (128, 128, 3, 1))),
     *((128, cache, config) for cache in ("int8", "float8_e4m3fn") for config in ((128, 128, 2, 1), (192, 64, 4, 1))),
     *((256, cache, (128, 64, 2, 1)) for cache in ("int8", "float8_e4m3fn")),
-]
+    (64, "float8_e4m3fn:token", (192, 128, 3, 1)), (128, "int8:token", (192, 64, 4, 1)),
+    (256, "int8:token", (64, 64, 2, 1)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,8 @@ def test_8_bit_pages(head_dim: int, cache: str, config: tuple[int, int, int, int
     3.9 spills up to 248 bytes at the edges, the others up to 72."""
     names = ("block_m", "block_n", "num_stages", "blocks_per_sm")
     a_job = hopper_job(head_dim, "packed") | {"config": dict(zip(names, config, strict=True)), "listing": True}
-    a_job["problem"] |= {"causal": "bottom_right", "page_size": 64, "dtype_kv": cache, "kv_factors": "head"}
+    dtype, _, kind = cache.partition(":")
+    a_job["problem"] |= {"causal": "bottom_right", "page_size": 64, "dtype_kv": dtype, "kv_factors": kind or "head"}
     triton = pytest.importorskip("triton")
     (facts,) = compile_all([a_job])
     assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"] // config[3]

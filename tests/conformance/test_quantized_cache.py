@@ -105,8 +105,6 @@ def test_tokens_whose_factors_differ_by_powers_of_ten(cache: str, reader: str) -
 def test_a_key_far_above_all_others_leaves_their_values(cache: str, reader: str) -> None:
     """As attention sinks do: its probability is 1 and its value 0, and those of the others are 2^-28."""
     dtype, kind = cache.split(":")
-    if (reader, kind) == (OF_HOPPER, "token"):
-        pytest.skip("not for this kernel")
     n, shape = 200, (16, 16, 2, 32)
     k, v = (torch.zeros(shape, device=DEVICE) for _ in range(2))
     k[0, 0], v[:] = 4, 1

@@ -248,12 +248,32 @@ HOPPER_PAGES = [
     ),
     Mutant(
         "Hopper, 8-bit cache: the factor of V of another head", "kernels/hopper/flash_fwd/host.py",
-        "of_factors[4:] = [0, of_k, 0, 0, of_v, 0]", "of_factors[4:] = [0, of_k, 0, 0, 0 * of_v, 0]",
+        "for x in (page, head, cell)", "for x in (page, 0 * head, cell)",
         EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
     ),
     Mutant(
         "Hopper, 8-bit cache: the log-sum-exp of raised probabilities", "kernels/hopper/flash_fwd/consumer.py",
         "l_row = l_row * LOWER", "l_row = l_row * 1.0",
         EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
+    ),
+    Mutant(
+        "Hopper, 8-bit cache: queries without their power of two", "kernels/hopper/flash_fwd/consumer.py",
+        "in_range(rules_of_head.scale * power)", "in_range(rules_of_head.scale + 0 * power)",
+        EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
+    ),
+    Mutant(
+        "Hopper, factors of tokens: that of a page's first token for all", "kernels/hopper/token_factors.py",
+        "cell * strides[2]", "0 * cell * strides[2]",
+        EIGHT_BITS_ON_CPU, "full and token and bfloat16", "gates fail",
+    ),
+    Mutant(
+        "Hopper, factors of tokens: sums of probabilities with the factors of values", "kernels/hopper/softmax.py",
+        "counted = p * scale.weights", "counted = p",
+        EIGHT_BITS_ON_CPU, "full and token and bfloat16", "gates fail",
+    ),
+    Mutant(
+        "Hopper, factors of tokens: those of the tile before", "kernels/hopper/factors.py",
+        "        return n\n", "        return n - 1\n",
+        EIGHT_BITS_ON_CPU, "full and token and bfloat16", "gates fail",
     ),
 ]  # fmt: skip
