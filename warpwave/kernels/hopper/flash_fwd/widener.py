@@ -179,18 +179,19 @@ def queries_in_float16(q):
         power: a power of two from 2^-113 to 2^113.
     """
     largest = gl.to_tensor(0.0)
+    pieces = ()
     for i in gl.static_range(len(q)):
-        size = gl.abs(q[i].load(row_vectors(q[i].shape[1])).to(gl.float32))
-        finite = gl.where(size < float("inf"), size, 0.0)
-        largest = gl.maximum(largest, gl.max(gl.max(finite, axis=1), axis=0))
+        x = q[i].load(row_vectors(q[i].shape[1])).to(gl.float32)
+        pieces = pieces + (x,)
+        finite = gl.where(gl.abs(x) < float("inf"), gl.abs(x), 0.0)
+        largest = gl.maximum(largest, gl.max(gl.reshape(finite, [x.shape[0] * x.shape[1]]), axis=0))
     power = largest.to(gl.int32, bitcast=True) & 0x7F800000
     power = gl.minimum(gl.maximum(power, 0x0D800000), 0x7E800000)  # 2^-100 to 2^126
     inverse = (0x7F000000 - power).to(gl.float32, bitcast=True) * 2.0**13
     narrow = ()
     for i in gl.static_range(len(q)):
         piece = reinterpret(q[i], gl.float16, q[i].shape, q[i].layout)
-        x = q[i].load(row_vectors(q[i].shape[1])).to(gl.float32) * inverse
-        piece.store(x.to(gl.float16))
+        piece.store((pieces[i] * inverse).to(gl.float16))
         narrow = narrow + (piece,)
     fence_async_shared()
     block_barrier()
