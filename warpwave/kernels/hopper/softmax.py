@@ -254,11 +254,11 @@ def _settle_asm(lag, has_offset):
 
 
 @jit
-def settle(m, lead, top, factors):
+def settle(m, lead, top, factors, lag: gl.constexpr):
     """Runs `settled_maximum` for two rows per thread. `factors` are the scale and `FromOffset.offset`, if any, as
     tensors."""
     return gl.inline_asm_elementwise(
-        _settle_asm(LAG, len(factors) > 1),
+        _settle_asm(lag, len(factors) > 1),
         "=r,=r,=&r,=&r,=r,=r,0,1,4,5" + ",r,r" * (1 + len(factors)),
         [m, lead, top] + list(factors),
         dtype=(gl.float32, gl.float32, gl.float32),
@@ -270,7 +270,7 @@ def settle(m, lead, top, factors):
 @jit
 def settled_maximum(scores, scale, m, lead):
     """Computes `new_maximum` on per-thread state, [64, 4]. Unless a score of its 16 rows leads its maximum by more than
-    LAG, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
+    LAG, or with a `Weighted` at all (`rounding_of_the_largest`), a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
     at head_dim 64, 1 % at 256.
 
     Returns:
@@ -280,13 +280,14 @@ def settled_maximum(scores, scale, m, lead):
             maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
+    lag: gl.constexpr = 0.0 if has_weights(scale) else LAG
     if has_offset(scale):
         factors = (everywhere(scale.scale, top), everywhere(scale.offset, top))
     elif has_weights(scale):
         factors = (everywhere(1.0, top),)
     else:
         factors = (everywhere(scale, top),)
-    return settle(m, lead, top, factors)
+    return settle(m, lead, top, factors, lag)
 
 
 @jit
@@ -308,9 +309,7 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr, R
     if has_offset(scale):
         shift = shift + scale.offset
         factor = scale.scale
-    if has_weights(scale):
-        factor = 1.0
-    p = exp2(multiply_add(scores, factor, -beside_columns(shift, scores), True))
+    p = exp2(multiply_add(scores, factor, -beside_columns(shift, scores), not has_weights(scale)))
     counted = p
     if has_weights(scale):
         counted = p * scale.weights
@@ -342,6 +341,8 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
     the exponent of the probability exactly. If they differed by one rounding, a probability near the midpoint of two
     16-bit numbers would be taken as rounded the other way, and the error would double (3.9 times, one row in some
     thirty thousand).
+
+    With factors of tokens, the sum would need the weight of that probability's key. Their maximum does not lag instead.
     """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest

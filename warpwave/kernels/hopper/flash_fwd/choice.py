@@ -194,6 +194,11 @@ class Call:
         return self.is_unmasked and hides_few and 2 * p.seqlen_q < p.seqlen_k
 
     @property
+    def has_token_factors(self) -> bool:
+        """Returns whether keys and values have 8 bits and each token its factors."""
+        return self.problem.kv_factors == "token"
+
+    @property
     def pads_values(self) -> bool:
         """Returns whether narrow pieces of V are padded."""
         return self.is_plain and self.width_v in PADDED_VALUES
@@ -226,6 +231,7 @@ SHORT_CALLS = "2026-11-26-h100-short-calls.json"
 FEW_TILES = "2026-11-26-h100-few-tiles.json"
 TOGETHER = "2026-11-26-h100-heads-together.json"
 ONE_WAVE = "2026-11-28-h200-short-causal-calls.json"
+OF_TOKENS = "2026-11-29-h200-factors-of-tokens.json"
 MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
@@ -339,6 +345,21 @@ RULES: tuple[Rule[Config], ...] = (
         TUNING,
     ),
     Rule(
+        "head_dim 65 to 128, factors of tokens, no query sees more than 2,048 keys, or blocks of 192 queries do not "
+        "balance over the SMs",
+        lambda c: c.width > 64 and c.has_token_factors and (c.sees_few_keys or not c.suits_192),
+        (Config(128, 64, 3), Config(128, 64, 2)),
+        "1.12 times as fast as 192 queries at 16 x 1024, 1.29 times as 128 keys a step at 8 x 128 on 4,096",
+        OF_TOKENS,
+    ),
+    Rule(
+        "head_dim 65 to 128, factors of tokens",
+        lambda c: c.width > 64 and c.has_token_factors,
+        (Config(192, 64, 4), Config(192, 64, 3), Config(128, 64, 2)),
+        "1.11 times as fast as 128 queries at 1 x 8192, 1.33 times as 128 keys a step",
+        OF_TOKENS,
+    ),
+    Rule(
         "head_dim 65 to 128 with head_dim_v up to 64, dense, no mask or bias, and blocks of 192 queries balance over "
         "the SMs",
         lambda c: c.width > 64 >= c.width_v and c.is_plain and c.suits_192,
@@ -413,6 +434,13 @@ RULES: tuple[Rule[Config], ...] = (
         "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97; 1.30 to "
         f"1.37 in four causal calls whose blocks of 192 run in one wave ({MORE_CALLS})",
         TUNING,
+    ),
+    Rule(
+        "head_dim up to 64, factors of tokens",
+        lambda c: c.has_token_factors,
+        (Config(192, 64, 3),),
+        "1.36 times as fast as 192 x 128 at 1 x 8192: three numbers for each of 128 keys do not fit registers",
+        OF_TOKENS,
     ),
     Rule("head_dim up to 64", lambda c: True, (Config(192, 128, 3),), "the fastest of a sweep", TUNING),
 )
