@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import warpwave
 from benchmarks.float32_error import relative_errors
 from tests.conformance.datasets import DATA_SETS, Data
 from warpwave import precision
@@ -131,6 +135,14 @@ def test_the_promise_grows_with_what_makes_errors_grow() -> None:
 
 
 # Choices --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [2.0**-10, np.float32(2.0**-10), np.float64(2.0**-10), Fraction(1, 1024)])
+def test_a_budget_is_any_real_number(budget: Any) -> None:
+    q = torch.ones(1, 3, 1, 8, device="cpu")
+    explanation = warpwave.explain(q, q, q, precision=budget)
+    assert explanation.problem.error_budget == 2.0**-10
+    assert torch.equal(warpwave.attention(q, q, q, precision=budget), q)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

@@ -192,7 +192,10 @@ def choose(problem: AttentionProblem, gpu: Gpu, kernel: str = "auto", config: An
     if config is None:
         return Choice(module, default_config(module, problem, gpu), "default")
     if not isinstance(config, module.Config):
-        raise InvalidType(f"config is a {type(config).__name__}; kernel {kernel!r} takes {module.__name__}.Config")
+        given = type(config)  # every kernel's class is named Config
+        raise InvalidType(
+            f"config is a {given.__name__} of {given.__module__}; kernel {kernel!r} takes {module.__name__}.Config"
+        )
     return Choice(module, config, "given")
 
 

@@ -107,6 +107,7 @@ def as_float(name: str, value: Any) -> Any:
     """Returns a number as a float; a symbolic number of torch.compile unchanged.
 
     Raises:
+        InvalidInput: the value is an integer beyond the range of a float.
         InvalidType: the value is a tensor, a bool, or not a real number.
     """
     if value.__class__ is float or isinstance(value, torch.SymFloat | torch.SymInt):
@@ -118,7 +119,10 @@ def as_float(name: str, value: Any) -> Any:
         )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidType(f"{name} is {value!r}; it must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidInput(f"{name} is an integer beyond the range of a float; it must be smaller") from None
 
 
 def as_int(name: str, value: Any) -> Any:
@@ -190,7 +194,7 @@ def as_logits(sinks: Any, q: Any) -> Any:
     return sinks.float() if is_any or sinks.dtype == q.dtype else sinks
 
 
-def spell_precision(precision: str | float) -> str:
+def spell_precision(precision: Any) -> str:
     """Returns the caller's `precision`, checked, in the form of `Options` and the operators' schema: a budget is the
     shortest text that parses to the same number.
 
@@ -202,13 +206,14 @@ def spell_precision(precision: str | float) -> str:
         if precision not in PRECISIONS:
             raise InvalidInput(f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number")
         return precision
-    if isinstance(precision, bool) or not isinstance(precision, (int, float)):
+    if isinstance(precision, bool) or not isinstance(precision, numbers.Real):
         raise InvalidType(
             f"precision is {precision!r}; it must be one of {PRECISION_NAMES}, or a number, the relative error that "
             "out may have"
         )
-    if not 0 < precision < 1:
+    budget = as_float("precision", precision)
+    if not 0 < budget < 1:
         raise InvalidInput(
             f"precision is {precision!r}; as a number it is the relative error that out may have, between 0 and 1"
         )
-    return repr(float(precision))
+    return repr(budget)

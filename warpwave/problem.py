@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -205,6 +205,15 @@ class AttentionProblem:
     @property
     def dtype_of_out(self) -> str:
         return self.dtype_out or self.dtype
+
+    @cached_property
+    def heads_together(self) -> int:
+        """The query heads whose rows may share tiles: those that read one kv head. If heads may see different keys it
+        is 1, because a NaN that one head sees would reach another."""
+        for shape in (self.mask_shape, self.bias_shape):
+            if shape is not None and shape[1] > 1:
+                return 1
+        return self.num_heads_q // self.num_heads_kv
 
     @property
     def kind(self) -> object:

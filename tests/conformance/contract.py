@@ -73,8 +73,11 @@ TABLE = (
     ),
     Row(
         "NaN or Inf in v: the rows that see it, never another head or batch item",
-        (EDGES + "test_not_finite_in_v_stays_in_its_head",),
-        ("v of another head",),
+        (
+            EDGES + "test_not_finite_in_v_stays_in_its_head",
+            EDGES + "test_not_finite_in_v_stays_in_the_heads_that_see_it",
+        ),
+        ("v of another head", "heads that see different keys share tiles"),
     ),
     Row(
         "NaN or Inf where nobody sees it: no effect, bit-equal",

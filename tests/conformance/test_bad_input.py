@@ -94,6 +94,11 @@ WRONG_TYPE: list[Row] = [
     ("longest sequence is None", lambda: packed(max_seqlen_k=None), ["max_seqlen_k", "None", "integer"]),
     ("longest sequence is a tensor", lambda: packed(max_seqlen_k=offsets(5)[0]), ["max_seqlen_k", "Tensor", "integer"]),
     ("return_lse is a number", lambda: dense(return_lse=1), ["return_lse", "1", "True or False"]),
+    (
+        "config of another kernel",
+        lambda: dense(kernel="eager", config=KERNELS["flash_fwd"].Config(16, 16, 4, 1)),
+        ["config", "flash_fwd", "eager.Config"],
+    ),
     ("config of nobody", lambda: dense(kernel="eager", config=3), ["config", "int", "eager"]),
 ]
 WRONG_VALUE: list[Row] = [
@@ -121,6 +126,8 @@ WRONG_VALUE: list[Row] = [
     ("scale NaN", lambda: dense(softmax_scale=float("nan")), ["softmax_scale", "nan", "finite"]),
     ("scale infinite", lambda: dense(softmax_scale=float("inf")), ["softmax_scale", "inf", "finite"]),
     ("scale beyond float32", lambda: dense(softmax_scale=1e300), ["softmax_scale", "1e+300", "finite"]),
+    ("scale beyond float64", lambda: dense(softmax_scale=-(10**400)), ["softmax_scale", "range of a float"]),
+    ("probability beyond float64", lambda: dense(dropout_p=10**400), ["dropout_p", "range of a float"]),
     ("negative softcap", lambda: dense(softcap=-1.0), ["softcap", "-1.0", "not negative"]),
     ("softcap NaN", lambda: dense(softcap=float("nan")), ["softcap", "nan", "finite"]),
     ("window of 70 bits", lambda: dense(window_size=(2**70, 0)), ["window_size", "64 bits"]),

@@ -235,6 +235,26 @@ def test_not_finite_in_v_stays_in_its_head(poison: float, kernel: str, request: 
 
 
 @each_kernel
+@pytest.mark.parametrize("hides", ["mask", "bias"])
+def test_not_finite_in_v_stays_in_the_heads_that_see_it(
+    hides: str, kernel: str, request: pytest.FixtureRequest
+) -> None:
+    """It does not reach another head that reads the same kv head."""
+    features: dict[str, Any] = {hides: "full"}
+    call = cases.build(replace(SMALL, **features), "normal", DEVICE)
+    if harness.refuses(kernel, call, request):
+        return
+    of_heads = torch.tensor([True, False] if hides == "mask" else [0.0, -math.inf], device=DEVICE)
+    getattr(call.operands, hides)[..., 7] = of_heads[None, :, None]
+    config = harness.default_config(kernel, call)
+    clean, _ = harness.run(kernel, call, config)
+    call.operands.v[:, 7] = math.nan
+    out, _ = harness.run(kernel, call, config)
+    assert out[:, :, 0].isnan().all()
+    assert bits(out[:, :, 1]) == bits(clean[:, :, 1])
+
+
+@each_kernel
 @each_type
 @pytest.mark.parametrize("shape", [(2, 2, 37, 70), (1, 2, 1, 70), (2, 1, 37, 1)], ids=str)
 def test_minus_infinity_in_bias_hides(

@@ -95,5 +95,7 @@ def test_gradients_of_slopes_are_those_of_differences(sinks: bool, softcap: floa
 
 
 def test_a_config_checks_itself() -> None:
+    with pytest.raises(ValueError, match=r"block_m is 8\.0; it must be an integer"):
+        eager.Config(16 / 2, 16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="block_n is 0; it must be at least 1"):
         eager.Config(8, 0)

@@ -38,8 +38,8 @@ PAGED = [
     ),
     Mutant(
         "query heads of a group taken in turn", SPLIT,
-        "heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]",
-        "heads = kv_head + tile_rows % GROUP_SIZE * num_heads_kv",
+        "heads = unit * HEADS + tile_rows % HEADS  # [BLOCK_M]",
+        "heads = unit + tile_rows % HEADS * num_units",
         "test_paged.py::test_retrieval", "16-split_kv", "torch.equal",
     ),
     Mutant(

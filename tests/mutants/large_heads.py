@@ -51,9 +51,9 @@ LARGE_HEADS = [
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 32", "FAIL",
     ),
     Mutant(
-        "heads that see different keys share tiles", "kernels/large_head_dim/config.py",
+        "heads that see different keys share tiles", "problem.py",
         "if shape is not None and shape[1] > 1:", "if shape is not None and shape[1] > 10**6:",
-        "test_large_heads.py::test_a_mask_of_its_own_keeps_a_head_to_itself", "", "bits(",
+        "test_edges.py::test_not_finite_in_v_stays_in_the_heads_that_see_it", "split_kv or large_head_dim", "bits(",
     ),
     Mutant(
         "tiles of probabilities summed whatever their maxima", THREE,

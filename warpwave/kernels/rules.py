@@ -6,7 +6,7 @@ The first row whose condition holds decides. `explain` prints the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from warpwave.gpu import Gpu
@@ -26,7 +26,7 @@ TWO_TILES = "2026-11-28-two-column-tiles.json"
 IN_CODE_OF_MMA = "in code of these cards on a Hopper GPU"
 
 
-def check_sizes(config: Any, powers_of_two: Mapping[str, int], positive: Iterable[str] = ()) -> None:
+def check_sizes(config: Any, powers_of_two: Mapping[str, int], positive: Sequence[str] = ()) -> None:
     """Checks the sizes of a config.
 
     Args:
@@ -36,6 +36,9 @@ def check_sizes(config: Any, powers_of_two: Mapping[str, int], positive: Iterabl
     Raises:
         ValueError: naming the field, its value and what is allowed.
     """
+    for name in (*powers_of_two, *positive):
+        if not isinstance(getattr(config, name), int):
+            raise ValueError(f"{name} is {getattr(config, name)!r}; it must be an integer")
     for name, least in powers_of_two.items():
         value = getattr(config, name)
         if value < least or value & (value - 1):

@@ -16,7 +16,6 @@ from warpwave.kernels.large_head_dim.config import (
     column_parts,
     columns_of,
     fits,
-    heads_together,
     registers,
     row_tiles,
 )
@@ -104,7 +103,7 @@ class Call:
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.problem, self.gpu = problem, gpu
-        self.is_few = problem.seqlen_q * heads_together(problem) <= 16  # rows
+        self.is_few = problem.seqlen_q * problem.heads_together <= 16  # rows
         self.is_interpreted, self.is_hopper = gpu.vendor == "interpreter", gpu.capability == 90
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
         self.is_rdna = gpu.is_rdna

@@ -57,15 +57,6 @@ class Config:
 # Sizes ----------------------------------------------------------------------------------------------------------------
 
 
-def heads_together(problem: AttentionProblem) -> int:
-    """Returns the query heads whose rows share tiles: those that read one kv head. If heads may see different keys it
-    is 1, because a NaN that one head sees would reach another."""
-    for shape in (problem.mask_shape, problem.bias_shape):
-        if shape is not None and shape[1] > 1:
-            return 1
-    return problem.num_heads_q // problem.num_heads_kv
-
-
 def piece_of(width: int, most: int) -> int:
     """Returns the power of two, from 64 to `most`, whose multiples waste least of `width`: 128 for 384 and 640, 64 for
     320 and 576; the larger one if two are equal."""
@@ -85,7 +76,7 @@ def columns_of(problem: AttentionProblem, config: Config) -> tuple[int, int]:
 
 def row_tiles(problem: AttentionProblem, config: Config) -> int:
     """Returns the number of row tiles of one sequence, summed over all head groups."""
-    heads = heads_together(problem)
+    heads = problem.heads_together
     return -(-problem.seqlen_q * heads // config.block_m) * (problem.num_heads_q // heads)
 
 

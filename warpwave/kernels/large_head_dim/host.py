@@ -58,7 +58,6 @@ from warpwave.kernels.large_head_dim.choice import of_table
 from warpwave.kernels.large_head_dim.config import (
     Config,
     columns_of,
-    heads_together,
     registers,
     row_tiles,
     smem_bytes,
@@ -137,7 +136,7 @@ def _specify(
     if by_map:
         arguments = (*operands[:3], out, lse, acc, state, *_beyond(operands))
         return [latent.specify(problem, gpu, operands, arguments, config.num_splits), *merge]
-    heads = heads_together(problem)
+    heads = problem.heads_together
     units = problem.num_heads_q // heads
     # v may have another width than k, so its rows begin at other multiples.
     unit, unit_v = stride_unit(*operands[:2]), stride_unit(operands.v, out)
@@ -243,7 +242,7 @@ def _blocks(problem: AttentionProblem, config: Config) -> int:
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what the launches move and compute: whole tiles, padding included; q once for each tile of keys if it is
     not resident, k once for each part of the columns of v."""
-    size, heads = DTYPE_BYTES[problem.dtype], heads_together(problem)
+    size, heads = DTYPE_BYTES[problem.dtype], problem.heads_together
     block_v, v_pieces = columns_of(problem, config)
     columns, width = block_v * v_pieces * config.v_parts, -(-problem.head_dim // config.block_d) * config.block_d
     of_tiles = walk(problem, config.block_m, config.block_n, heads)

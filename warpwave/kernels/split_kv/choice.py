@@ -489,7 +489,7 @@ _kind = by_kind(Kind)
 def _decided(problem: AttentionProblem, gpu: Gpu) -> tuple[Call, list[Rule[Any]]]:
     """Returns the call with the tiling of the tables, and the rows that chose it: the fastest on an H200 that fits
     registers without spills (tests/compile)."""
-    rows = problem.seqlen_q * (problem.num_heads_q // problem.num_heads_kv)
+    rows = problem.seqlen_q * problem.heads_together
     if problem.batch_invariant and problem.packed:
         rows = 64  # the longest sequence depends on the rest of the batch
     kind = _kind(problem, gpu, 16 if rows <= 16 else 32 if rows <= 32 else 64)

@@ -18,7 +18,7 @@ class Config:
     """Tile shape, launch shape, and how the keys are split.
 
     Args:
-        block_m: rows of a tile (queries times the query heads of a kv head), a power of two, at least 16.
+        block_m: rows of a tile (queries times the query heads that share tiles), a power of two, at least 16.
         block_n: keys per step, a power of two, at least 16.
         num_warps: warps of a program, a power of two.
         num_stages: K/V tiles in flight.
@@ -94,8 +94,8 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def tiles(problem: AttentionProblem, config: Config) -> int:
-    """Returns the tiles of rows that the longest sequence has for one kv head."""
-    return -(-problem.seqlen_q * problem.num_heads_q // (problem.num_heads_kv * config.block_m))
+    """Returns the tiles of rows that the longest sequence has for the heads that share tiles."""
+    return -(-problem.seqlen_q * problem.heads_together // config.block_m)
 
 
 def num_parts(config: Config) -> int:
@@ -122,7 +122,7 @@ def smem_of_one_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> int
 
 def steps_over_keys(problem: AttentionProblem, config: Config) -> Walk:
     """Counts the key steps of all tiles of rows, before the keys are split."""
-    return walk(problem, config.block_m, config.block_n, problem.num_heads_q // problem.num_heads_kv)
+    return walk(problem, config.block_m, config.block_n, problem.heads_together)
 
 
 def longest_steps(problem: AttentionProblem, config: Config) -> int:

@@ -38,7 +38,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     keys_read = steps * config.block_n * of_key
     table = 8 * steps * (config.block_n // min(problem.page_size, config.block_n)) if problem.page_size else 0
     attend = Cost(
-        blocks=tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch,
+        blocks=tiles(problem, config)
+        * (problem.num_heads_q // problem.heads_together)
+        * config.num_splits
+        * problem.batch,
         flops=2 * scores * (padded(problem.head_dim) + padded(problem.head_dim_v)),
         exponentials=scores,
         read_bytes=rows * problem.head_dim * size + keys_read + table + scores * bytes_per_score(problem),
@@ -50,9 +53,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         threads=few_rows.THREADS if config.roles else config.num_warps * gpu.warp_size,
         registers=_registers(problem, gpu, config),
         scratch_bytes=scratch,
-        order=launch_order(
-            problem, config.block_m, config.block_n, problem.num_heads_q // problem.num_heads_kv, config.num_splits
-        ),
+        order=launch_order(problem, config.block_m, config.block_n, problem.heads_together, config.num_splits),
         cut=of_tiles.cut,
         far=waits_for_memory(config.num_stages) if config.block_m > 32 or size == 4 else 0.0,
         loop=_loop(problem, gpu, config),

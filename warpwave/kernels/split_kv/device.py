@@ -46,7 +46,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 # Small weights matter beside an attention sink: a key with most of the weight and a value near 0.
 WEIGHT = tl.constexpr(2.0**15)
 # Arguments that the compiler must not specialize on; otherwise new lengths would recompile.
-UNSPECIALIZED = ["num_heads_kv", "first_key", "lse_rows"]
+UNSPECIALIZED = ["num_units", "first_key", "lse_rows"]
 
 
 @jit
@@ -170,12 +170,13 @@ def split_kv_kernel(
     window: Window,
     pages: Pages,
     descales: CacheDescales,
-    num_heads_kv,
+    num_units,
     first_key,
     lse_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    UNITS_OF_KV_HEAD: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -194,8 +195,9 @@ def split_kv_kernel(
     FLOAT8: tl.constexpr,
     IN_WORDS: tl.constexpr,
 ):
-    """Processes one split of the keys of one tile of rows. The rows of a tile, then kv heads, then splits are adjacent
-    in the grid, which has one dimension because 65,535 is the limit of the others.
+    """Processes one split of the keys of one tile of rows. The tiles of a unit, then units, then splits are adjacent
+    in the grid, which has one dimension because 65,535 is the limit of the others. A unit is HEADS query heads that
+    read one kv head.
 
     Pools of 8-bit numbers are converted to float16 in registers, exactly. Tiles of fewer than 64 rows load two
     neighbors as a word (IN_WORDS), and the even and odd columns are then separate operands. The factors of the pools
@@ -213,23 +215,24 @@ def split_kv_kernel(
 
     # Position of this program -----------------------------------------------------------------------------------------
     seqlen_q, seqlen_k, num_splits = sequences.seqlen_q, sequences.seqlen_k, splits.num_splits
-    num_tiles = tl.cdiv(seqlen_q * GROUP_SIZE, BLOCK_M)
+    num_tiles = tl.cdiv(seqlen_q * HEADS, BLOCK_M)
     pid = tl.program_id(0)
     tile = pid % num_tiles
-    kv_head = pid // num_tiles % num_heads_kv
-    split = pid // (num_tiles * num_heads_kv) % num_splits if IN_PARTS else 0
-    batch = pid // (num_tiles * num_heads_kv)
+    unit = pid // num_tiles % num_units
+    split = pid // (num_tiles * num_units) % num_splits if IN_PARTS else 0
+    batch = pid // (num_tiles * num_units)
     if IN_PARTS:
         batch = batch // num_splits
     if LAUNCHED_AHEAD:
-        batch = await_launch_before_knowing(batch, tile | kv_head | split)
+        batch = await_launch_before_knowing(batch, tile | unit | split)
     batch = batch.to(tl.int64)
-    kv_head = kv_head.to(tl.int64)
+    unit = unit.to(tl.int64)
+    kv_head = unit // UNITS_OF_KV_HEAD
     first_row = batch * seqlen_q  # counted over all sequences: rows of out are contiguous
 
     if sequences.IS_VARLEN:
         first_row, seqlen_q = packed_sequence(sequences.cu_seqlens_q_ptr, batch, seqlen_q, sequences.total_q)
-        if tile * BLOCK_M >= seqlen_q * GROUP_SIZE:
+        if tile * BLOCK_M >= seqlen_q * HEADS:
             return
         q_ptr += first_row * q_tensor.stride_m
     else:
@@ -252,12 +255,12 @@ def split_kv_kernel(
         k_ptr += batch * k_tensor.stride_b
         v_ptr += batch * v_tensor.stride_b
 
-    # Rows are the queries of all heads that read the kv head, head fastest, so that a tile of few queries is full.
+    # Rows are the queries of all heads of the unit, head fastest, so that a tile of few queries is full.
     tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    queries = tile_rows // GROUP_SIZE
-    heads = kv_head * GROUP_SIZE + tile_rows % GROUP_SIZE  # [BLOCK_M]
-    query_begin = tile * BLOCK_M // GROUP_SIZE
-    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, seqlen_q - 1)
+    queries = tile_rows // HEADS
+    heads = unit * HEADS + tile_rows % HEADS  # [BLOCK_M]
+    query_begin = tile * BLOCK_M // HEADS
+    query_last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, seqlen_q - 1)
     low, high = band_edges(seqlen_q, seqlen_k, window.left, window.right, window.TOP_LEFT)
     key_begin, key_end = visible_keys(query_begin, query_last, seqlen_k, low, high, window.HAS_LOW, window.HAS_HIGH)
     key_begin = tl.maximum(key_begin, first_key)
@@ -267,7 +270,7 @@ def split_kv_kernel(
         whole_begin = tl.maximum(whole_begin, query_last + low)
     if window.HAS_HIGH:
         whole_end = tl.minimum(whole_end, query_begin + high + 1)
-    num_heads_q = num_heads_kv * GROUP_SIZE
+    num_heads_q = num_units * HEADS
     rows_heads = tl.cast(sequences.total_q, tl.int64) * num_heads_q
     row_head = (first_row + queries) * num_heads_q + heads  # the row's index in out
     if PIECES > 0:

@@ -341,7 +341,7 @@ def specify(
 
 
 def _grid(problem: AttentionProblem, config: Config) -> int:
-    return tiles(problem, config) * problem.num_heads_kv * config.num_splits * problem.batch
+    return tiles(problem, config) * (problem.num_heads_q // problem.heads_together) * config.num_splits * problem.batch
 
 
 def _scalars(
@@ -371,7 +371,7 @@ def _scalars(
         operands.k.shape[0] if paged else 0,
         operands.page_table.shape[0] if paged else 0,
         *cache_descales.strides(*((operands.k_descale, operands.v_descale) if paged else (None, None))),
-        problem.num_heads_kv,
+        problem.num_heads_q // problem.heads_together,
         first_key,
         partials.lse_rows(problem),
     ]
@@ -397,7 +397,8 @@ def _constants(
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "GROUP_SIZE": problem.num_heads_q // problem.num_heads_kv,
+        "HEADS": problem.heads_together,
+        "UNITS_OF_KV_HEAD": problem.num_heads_q // (problem.heads_together * problem.num_heads_kv),
         "STRIDE_UNIT": stride_unit(*operands[:3]),
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,

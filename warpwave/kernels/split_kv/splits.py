@@ -66,11 +66,11 @@ class Splits(NamedTuple):
 
 def blocks_with_rows(problem: AttentionProblem, config: Config) -> int:
     """Returns the number of blocks that have rows, before keys are split."""
-    heads = problem.num_heads_q // problem.num_heads_kv
+    heads = problem.heads_together
     found = -(-problem.seqlen_q * heads // config.block_m) * problem.batch
     if problem.packed:  # the longest sequence is one of several: each may end in a partial tile
         found = min(found, problem.total_q * heads // config.block_m + problem.batch)
-    return max(1, found * problem.num_heads_kv)
+    return max(1, found * (problem.num_heads_q // heads))
 
 
 def scattered(problem: AttentionProblem, config: Config) -> bool:
