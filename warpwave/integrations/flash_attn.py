@@ -7,8 +7,8 @@ defaults, alignments and shapes of results are those packages'. Tensors may also
 head_dim is not limited to 256. Calls that warpwave cannot compute raise UnsupportedProblem before anything is changed.
 
 Common to all functions: a causal mask is aligned to the last key, a query that sees no key gives 0, window_size is
-(left, right) around the position aligned to the last key, both included, and negative or None for unlimited. lse is
-float32, the natural logarithm, (batch, num_heads, seqlen_q), packed (num_heads, total_q).
+(left, right) around the position aligned to the last key, both included, and negative or None for unlimited (in
+version 4 None). lse is float32, the natural logarithm, (batch, num_heads, seqlen_q), packed (num_heads, total_q).
 """
 
 from __future__ import annotations
