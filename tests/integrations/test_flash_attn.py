@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import warpwave
-from warpwave import UnsupportedProblem
+from warpwave import InvalidInput, UnsupportedProblem
 from warpwave.integrations import flash_attn, flash_attn_3, flash_attn_4, pytorch
 
 # Lengths of its tests, and head sizes; `full` runs all of them, `make test` a few.
@@ -151,6 +151,12 @@ def test_a_negative_side_is_a_distance_in_version_4(window: Any) -> None:
         flash_attn_4.flash_attn_varlen_func(
             q[0], k[0, :6], v[0, :6], cu_seqlens_q=offsets, cu_seqlens_k=offsets, window_size=window
         )
+
+
+def test_a_sink_of_another_number_of_heads_is_named() -> None:
+    q, k, v = qkv((6, 9), (2, 2))
+    with pytest.raises(InvalidInput, match="learnable_sink has shape"):
+        flash_attn_4.flash_attn_func(q, k, v, learnable_sink=torch.zeros(3))
 
 
 def test_documented_groups_of_heads() -> None:

@@ -415,10 +415,21 @@ def test_varlen_attn_on_a_cache(overridden: None) -> None:
         pytorch.varlen_attn(q, pool[0], pool[1], cu_q, None, 5, 8, enable_gqa=True, block_table=table)
     with pytest.raises(warpwave.InvalidInput, match="enable_gqa"):
         pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7)
-    wrong: list[dict[str, Any]] = [{"window_size": (1,)}, {"return_aux": True}]
-    for change in wrong:
-        with pytest.raises(warpwave.InvalidType, match=next(iter(change))):
-            pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7, enable_gqa=True, **change)
+    with_other_offsets = pytorch.varlen_attn(q, pool[0], pool[1], cu_q, cu_k.long()[:1], 5, 8, num_splits=1, **options)
+    assert with_other_offsets.equal(paged)  # cu_seq_k is not read with block_table
+
+
+@pytest.mark.parametrize(
+    "name", ["query", "key", "value", "cu_seq_q", "cu_seq_k", "scale", "window_size", "return_aux"]
+)
+def test_errors_of_varlen_attn_name_its_arguments(name: str) -> None:
+    (q, k, v), cu_q, cu_k = packed()
+    given = {"query": q, "key": k, "value": v, "cu_seq_q": cu_q, "cu_seq_k": cu_k, "max_q": 5, "max_k": 7}
+    wrong = {"scale": "1", "window_size": (1,), "return_aux": True}
+    change = {name: wrong[name] if name in wrong else given[name].int().long()}
+    named = "key" if name == "query" else name  # the others are compared with query
+    with pytest.raises(warpwave.InvalidType, match=rf"\b{named} is"):
+        pytorch.varlen_attn(**(given | change), enable_gqa=True)
 
 
 @pytest.mark.parametrize(("is_causal", "scale"), [(False, 0.3), (True, 0.3), (False, -0.3)])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from warpwave.api import attention
-from warpwave.errors import UnsupportedProblem
+from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations.flash_attn import (
     Window,
     check_is_tensor,
@@ -79,7 +79,7 @@ def flash_attn_func(
         block_sparse_tensors_bwd=block_sparse_tensors_bwd, gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    said = _options(softmax_scale, causal, window_size, softcap, learnable_sink)
+    said = _options(q, softmax_scale, causal, window_size, softcap, learnable_sink)
     found = attention(q, k, v, return_lse=return_lse, **said, **for_training(deterministic))
     return found if return_lse else (found, None)
 
@@ -141,7 +141,7 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    said = _options(softmax_scale, causal, window_size, softcap, learnable_sink)
+    said = _options(q, softmax_scale, causal, window_size, softcap, learnable_sink)
     if cu_seqlens_q is None:
         refuse(f"{function} without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k)
     training = for_training(deterministic)
@@ -167,6 +167,7 @@ def flash_attn_varlen_func(
 
 
 def _options(
+    q: torch.Tensor,
     softmax_scale: float | None,
     causal: bool,
     window_size: Window,
@@ -175,6 +176,12 @@ def _options(
 ) -> dict[str, Any]:
     """Returns these arguments in the form of warpwave's calls, in which a negative side of a window is unlimited."""
     said = options(softmax_scale, causal, window_size, softcap, learnable_sink=learnable_sink)
+    check_is_tensor("q", q)
+    if learnable_sink is not None and learnable_sink.shape != q.shape[-2:-1]:
+        raise InvalidInput(
+            f"learnable_sink has shape {tuple(learnable_sink.shape)}; it must have one number for each head of q, of "
+            f"shape {tuple(q.shape)}"
+        )
     left, right = window_size[0], 0 if said["causal"] else window_size[1]
     if left is not None and right is not None and left + right < 0:
         return said | {"window_size": (-1, -1)}

@@ -31,7 +31,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations.flash_attn import check_is_tensor, packed
 from warpwave.kernels import dropout
 from warpwave.operands import AnyOperands, DropoutOperands, Operands
-from warpwave.options import LARGEST, Options, as_window, with_positive_scale
+from warpwave.options import LARGEST, Options, as_float, as_window, with_positive_scale
 from warpwave.problem import Causal
 
 __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]
@@ -329,6 +329,7 @@ def varlen_attn(
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise InvalidType(f"return_aux is {return_aux!r}; it must be torch's AuxRequest, or None")
     return_lse = return_aux is not None and bool(return_aux.lse)
+    scale = None if scale is None else as_float("scale", scale)
     found: Any = _varlen(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, as_window(window_size), seqused_k, block_table,
         num_splits, return_lse,
@@ -358,7 +359,7 @@ def _varlen(
     if block_table is None and cu_seq_k is None:
         raise InvalidInput("cu_seq_k is None; without block_table it must hold the offsets of the keys")
     return packed(
-        "varlen_attn", query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k),
+        "varlen_attn", query, key, value, cu_seq_q, cu_seq_k if block_table is None else None, (max_q, max_k),
         {"softmax_scale": scale, "window_size": window_size}, {"dropout_p": dropout_p, "dropout_seed": dropout_seed},
         seqused_k=seqused_k, table=block_table, num_splits=num_splits, return_lse=return_lse, names=_VARLEN_NAMES,
     )  # fmt: skip
