@@ -326,6 +326,18 @@ def test_an_exported_graph_holds_our_operator() -> None:
     assert torch.ops.warpwave.attention.default in [node.target for node in graph.nodes]
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("num_heads_kv", [4, 1])
+def test_an_exported_graph_takes_other_sizes(num_heads_kv: int, strict: bool) -> None:
+    q, k, v = (torch.randn(2, heads, 5, 16) for heads in (4, num_heads_kv, num_heads_kv))
+    batch, seqlen = torch.export.Dim("batch"), torch.export.Dim("seqlen")
+    with pytorch.sdpa():
+        exported = torch.export.export(Block(), (q, k, v), dynamic_shapes=({0: batch, 2: seqlen},) * 3, strict=strict)
+    assert torch.ops.warpwave.attention.default in [node.target for node in exported.graph.nodes]
+    other = [torch.randn(3, t.shape[1], 9, 16) for t in (q, k, v)]
+    torch.testing.assert_close(exported.module()(*other), Block()(*other))
+
+
 def of_module(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
     x, y = torch.randn(2, 7, 32), torch.randn(2, 5, 32)
     causal = torch.nn.Transformer.generate_square_subsequent_mask(7)

@@ -168,10 +168,10 @@ def _why_not_shapes(
     of_q, of_k, of_v = query.shape, key.shape, value.shape
     if of_q[-1] != of_k[-1] or of_k[-2] != of_v[-2] or 0 in (of_q[-1], of_v[-1]):
         return "the shapes"
-    batches = {of_q[0], of_k[0], of_v[0]} - {1}
-    if len(batches) > 1 or (0 in batches and not of_q[0] == of_k[0] == of_v[0]):
+    batches, heads = (of_q[0], of_k[0], of_v[0]), 1
+    batch = max(batches)
+    if any(size not in (1, batch) for size in batches):  # no sets: symbolic sizes of torch.export have no hash
         return "the shapes"
-    batch, heads = max(of_q[0], of_k[0], of_v[0]), 1
     if axes == 4:
         heads = of_q[1]
         if enable_gqa:
@@ -179,7 +179,7 @@ def _why_not_shapes(
                 return "the heads"
         else:
             heads = max(of_q[1], of_k[1], of_v[1])
-            if {of_q[1], of_k[1], of_v[1]} - {1, heads} or 0 in (of_q[1], of_k[1], of_v[1]):
+            if heads == 0 or any(size not in (1, heads) for size in (of_q[1], of_k[1], of_v[1])):
                 return "the heads"
     if attn_mask is not None:
         allowed = (batch, heads, of_q[-2], of_k[-2]) if axes == 4 else (batch, of_q[-2], of_k[-2])
