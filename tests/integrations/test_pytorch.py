@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import bias as causal_biases
 
 import warpwave
 from warpwave.integrations import pytorch
@@ -174,6 +174,10 @@ def test_a_boolean_is_a_number_as_in_torch() -> None:
         assert torch.equal(pytorch.scaled_dot_product_attention(q, k, v, **options), TORCHS(q, k, v, **options))
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:There is a performance drop")
 def test_what_is_declined_is_counted_said_once_and_answered_by_torch(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = tensors(SHAPES["4 axes"])
@@ -181,7 +185,7 @@ def test_what_is_declined_is_counted_said_once_and_answered_by_torch(caplog: pyt
         ("dropout_p", lambda f: f(q, k, v, None, 1.0)),  # warpwave's probabilities are less than 1
         ("the number of axes", lambda f: f(q[None], k[None], v[None])),
         ("the number of axes", lambda f: f(q[0], k, v)),
-        ("a tensor subclass", lambda f: f(q, k, v, causal_lower_right(3, 6))),
+        ("a tensor subclass", lambda f: f(q.as_subclass(Subclass), k, v)),
         ("a nested or sparse tensor", lambda f: f(*[torch.nested.nested_tensor([t[0], t[1]]) for t in (q, k, v)])),
         ("attn_mask together with is_causal", lambda f: f(q, k, v, torch.ones(3, 6, dtype=torch.bool), 0.0, True)),
         ("the scale", lambda f: f(q, k, v, scale=float("inf"))),
@@ -297,6 +301,22 @@ def test_a_replacement_by_others_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytorch.sdpa():
         monkeypatch.setattr(F, "scaled_dot_product_attention", TORCHS)
     assert F.scaled_dot_product_attention is TORCHS
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 8), (8, 5)])
+@pytest.mark.parametrize("kind", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_torchs_causal_biases(kind: str, lengths: tuple[int, int], none_declined: None) -> None:
+    """Torch's class has no contents: it computes the call in its `__torch_function__`, which looks for torch's name."""
+    bias = getattr(causal_biases, kind)(*lengths)
+    q, k, v = (torch.randn(2, 3, length, 16) for length in (lengths[0], lengths[1], lengths[1]))
+    expected = F.scaled_dot_product_attention(q, k, v, bias)
+    with pytorch.sdpa():
+        out = F.scaled_dot_product_attention(q, k, v, bias)
+    assert type(out) is torch.Tensor
+    torch.testing.assert_close(out, expected.nan_to_num())  # torch gives NaN where no key is visible
+    with pytest.raises(ValueError, match="is_causal"):
+        pytorch.scaled_dot_product_attention(q, k, v, bias, is_causal=True)
 
 
 # Modules and compilation ----------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
         key: (batch, num_heads_kv, seqlen_k, head_dim). Batch and heads may be 1, as torch broadcasts them.
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         attn_mask: boolean, True = visible, or a float that is added to the scores; broadcastable to (batch,
-            num_heads_q, seqlen_q, seqlen_k).
+            num_heads_q, seqlen_q, seqlen_k). Or a `torch.nn.attention.bias.CausalBias`.
         dropout_p: probability with which each attention probability is set to 0; from 1 on the call is declined. A
             call with dropout draws a seed from torch's generator, but drops other pairs than torch's kernels
             (docs/guide/dropout.md).
@@ -87,11 +87,14 @@ def scaled_dot_product_attention(
         (batch, num_heads_q, seqlen_q, head_dim_v), a view of (batch, seqlen_q, num_heads_q, head_dim_v).
 
     Raises:
-        What torch raises: an invalid call is declined too.
+        InvalidInput: (a ValueError) a `CausalBias` together with is_causal.
+        What torch raises: any other invalid call is declined.
 
     Note:
         A query that sees no key gives 0, as in torch. The first call declined for a reason logs a warning.
     """
+    if type(attn_mask).__name__ == "CausalBias":
+        attn_mask, is_causal = _of_causal_bias(attn_mask, query, is_causal)
     reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason:
         if not torch.compiler.is_compiling():
@@ -123,6 +126,18 @@ def scaled_dot_product_attention(
         dropout_p=dropout_p,
     ).transpose(1, 2)
     return out[:, 0] if without_heads else out
+
+
+def _of_causal_bias(bias: Any, query: Any, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
+    """Returns attn_mask and is_causal of torch's class of causal masks, a tensor without contents. The class's own code
+    compares the function with the name in torch.nn.functional, which `sdpa` replaces."""
+    if is_causal:
+        raise InvalidInput("attn_mask is a CausalBias and is_causal is True; give one of them")
+    ahead = bias.seq_len_kv - bias.seq_len_q
+    if ahead == 0 or bias.variant.name == "UPPER_LEFT":
+        return None, True
+    device = query.device if isinstance(query, torch.Tensor) else None
+    return torch.ones(bias.seq_len_q, bias.seq_len_kv, dtype=torch.bool, device=device).tril(ahead), False
 
 
 def _why_not(
