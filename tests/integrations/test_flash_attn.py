@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import warpwave
-from warpwave import UnsupportedProblem
+from warpwave import InvalidInput, UnsupportedProblem
 from warpwave.integrations import flash_attn, flash_attn_3, flash_attn_4, pytorch
 
 # Lengths of its tests, and head sizes; `full` runs all of them, `make test` a few.
@@ -127,6 +127,36 @@ def test_documented_windows(window: tuple[int, int], version: str) -> None:
             said: Any = window if version != "4" else tuple(None if side < 0 else side for side in window)
             out = FUNCTIONS[version](q, k, v, causal=causal, window_size=said)[0, :, 0, : lengths[1]]
             torch.testing.assert_close(out, mask / mask.sum(1, keepdim=True).clamp(min=1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, -5), (-3, 2)])
+def test_sides_of_a_negative_sum_are_no_window_in_version_4(window: tuple[int, int], causal: bool) -> None:
+    """Version 4 resolves a window after causality has made its right side 0."""
+    q, k, v = qkv((6, 9), (2, 2))
+    if causal and window[0] >= 0:
+        expected = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=window)
+    else:
+        expected = flash_attn.flash_attn_func(q, k, v, causal=causal)
+    assert flash_attn_4.flash_attn_func(q, k, v, causal=causal, window_size=window)[0].equal(expected)
+
+
+@pytest.mark.parametrize("window", [(-2, 5), (3, -1), (-2, None), (None, -1)])
+def test_a_negative_side_is_a_distance_in_version_4(window: Any) -> None:
+    q, k, v = qkv((6, 9), (2, 2))
+    offsets = torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(UnsupportedProblem, match="window_size is"):
+        flash_attn_4.flash_attn_func(q, k, v, window_size=window)
+    with pytest.raises(UnsupportedProblem, match="window_size is"):
+        flash_attn_4.flash_attn_varlen_func(
+            q[0], k[0, :6], v[0, :6], cu_seqlens_q=offsets, cu_seqlens_k=offsets, window_size=window
+        )
+
+
+def test_a_sink_of_another_number_of_heads_is_named() -> None:
+    q, k, v = qkv((6, 9), (2, 2))
+    with pytest.raises(InvalidInput, match="learnable_sink has shape"):
+        flash_attn_4.flash_attn_func(q, k, v, learnable_sink=torch.zeros(3))
 
 
 def test_documented_groups_of_heads() -> None:

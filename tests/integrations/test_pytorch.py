@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import bias as causal_biases
 
 import warpwave
 from warpwave.integrations import pytorch
@@ -174,6 +174,10 @@ def test_a_boolean_is_a_number_as_in_torch() -> None:
         assert torch.equal(pytorch.scaled_dot_product_attention(q, k, v, **options), TORCHS(q, k, v, **options))
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:There is a performance drop")
 def test_what_is_declined_is_counted_said_once_and_answered_by_torch(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = tensors(SHAPES["4 axes"])
@@ -181,7 +185,7 @@ def test_what_is_declined_is_counted_said_once_and_answered_by_torch(caplog: pyt
         ("dropout_p", lambda f: f(q, k, v, None, 1.0)),  # warpwave's probabilities are less than 1
         ("the number of axes", lambda f: f(q[None], k[None], v[None])),
         ("the number of axes", lambda f: f(q[0], k, v)),
-        ("a tensor subclass", lambda f: f(q, k, v, causal_lower_right(3, 6))),
+        ("a tensor subclass", lambda f: f(q.as_subclass(Subclass), k, v)),
         ("a nested or sparse tensor", lambda f: f(*[torch.nested.nested_tensor([t[0], t[1]]) for t in (q, k, v)])),
         ("attn_mask together with is_causal", lambda f: f(q, k, v, torch.ones(3, 6, dtype=torch.bool), 0.0, True)),
         ("the scale", lambda f: f(q, k, v, scale=float("inf"))),
@@ -299,6 +303,22 @@ def test_a_replacement_by_others_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert F.scaled_dot_product_attention is TORCHS
 
 
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 8), (8, 5)])
+@pytest.mark.parametrize("kind", ["causal_upper_left", "causal_lower_right"])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_torchs_causal_biases(kind: str, lengths: tuple[int, int], none_declined: None) -> None:
+    """Torch's class has no contents: it computes the call in its `__torch_function__`, which looks for torch's name."""
+    bias = getattr(causal_biases, kind)(*lengths)
+    q, k, v = (torch.randn(2, 3, length, 16) for length in (lengths[0], lengths[1], lengths[1]))
+    expected = F.scaled_dot_product_attention(q, k, v, bias)
+    with pytorch.sdpa():
+        out = F.scaled_dot_product_attention(q, k, v, bias)
+    assert type(out) is torch.Tensor
+    torch.testing.assert_close(out, expected.nan_to_num())  # torch gives NaN where no key is visible
+    with pytest.raises(ValueError, match="is_causal"):
+        pytorch.scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+
+
 # Modules and compilation ----------------------------------------------------------------------------------------------
 
 
@@ -324,6 +344,18 @@ def test_an_exported_graph_holds_our_operator() -> None:
     with pytorch.sdpa():
         graph = torch.export.export(Block(), tuple(tensors(SHAPES["4 axes"]))).graph
     assert torch.ops.warpwave.attention.default in [node.target for node in graph.nodes]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("num_heads_kv", [4, 1])
+def test_an_exported_graph_takes_other_sizes(num_heads_kv: int, strict: bool) -> None:
+    q, k, v = (torch.randn(2, heads, 5, 16) for heads in (4, num_heads_kv, num_heads_kv))
+    batch, seqlen = torch.export.Dim("batch"), torch.export.Dim("seqlen")
+    with pytorch.sdpa():
+        exported = torch.export.export(Block(), (q, k, v), dynamic_shapes=({0: batch, 2: seqlen},) * 3, strict=strict)
+    assert torch.ops.warpwave.attention.default in [node.target for node in exported.graph.nodes]
+    other = [torch.randn(3, t.shape[1], 9, 16) for t in (q, k, v)]
+    torch.testing.assert_close(exported.module()(*other), Block()(*other))
 
 
 def of_module(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -415,10 +447,21 @@ def test_varlen_attn_on_a_cache(overridden: None) -> None:
         pytorch.varlen_attn(q, pool[0], pool[1], cu_q, None, 5, 8, enable_gqa=True, block_table=table)
     with pytest.raises(warpwave.InvalidInput, match="enable_gqa"):
         pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7)
-    wrong: list[dict[str, Any]] = [{"window_size": (1,)}, {"return_aux": True}]
-    for change in wrong:
-        with pytest.raises(warpwave.InvalidType, match=next(iter(change))):
-            pytorch.varlen_attn(q, k, v, cu_q, cu_k, 5, 7, enable_gqa=True, **change)
+    with_other_offsets = pytorch.varlen_attn(q, pool[0], pool[1], cu_q, cu_k.long()[:1], 5, 8, num_splits=1, **options)
+    assert with_other_offsets.equal(paged)  # cu_seq_k is not read with block_table
+
+
+@pytest.mark.parametrize(
+    "name", ["query", "key", "value", "cu_seq_q", "cu_seq_k", "scale", "window_size", "return_aux"]
+)
+def test_errors_of_varlen_attn_name_its_arguments(name: str) -> None:
+    (q, k, v), cu_q, cu_k = packed()
+    given = {"query": q, "key": k, "value": v, "cu_seq_q": cu_q, "cu_seq_k": cu_k, "max_q": 5, "max_k": 7}
+    wrong = {"scale": "1", "window_size": (1,), "return_aux": True}
+    change = {name: wrong[name] if name in wrong else given[name].int().long()}
+    named = "key" if name == "query" else name  # the others are compared with query
+    with pytest.raises(warpwave.InvalidType, match=rf"\b{named} is"):
+        pytorch.varlen_attn(**(given | change), enable_gqa=True)
 
 
 @pytest.mark.parametrize(("is_causal", "scale"), [(False, 0.3), (True, 0.3), (False, -0.3)])

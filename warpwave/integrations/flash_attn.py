@@ -7,8 +7,8 @@ defaults, alignments and shapes of results are those packages'. Tensors may also
 head_dim is not limited to 256. Calls that warpwave cannot compute raise UnsupportedProblem before anything is changed.
 
 Common to all functions: a causal mask is aligned to the last key, a query that sees no key gives 0, window_size is
-(left, right) around the position aligned to the last key, both included, and negative or None for unlimited. lse is
-float32, the natural logarithm, (batch, num_heads, seqlen_q), packed (num_heads, total_q).
+(left, right) around the position aligned to the last key, both included, and negative or None for unlimited (in
+version 4 None). lse is float32, the natural logarithm, (batch, num_heads, seqlen_q), packed (num_heads, total_q).
 """
 
 from __future__ import annotations
@@ -139,12 +139,7 @@ def packed(
     """
     most = names.get("max_seqlen_q", "max_seqlen_q"), names.get("max_seqlen_k", "max_seqlen_k")
     longest = (host_int(most[0], longest[0]), host_int(most[1], longest[1]))
-    if seqused_k is None and table is None:
-        return attention_varlen(
-            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0],
-            max_seqlen_k=longest[1], return_lse=return_lse, **said, **training,
-        )  # fmt: skip
-    if training["dropout_p"]:
+    if training["dropout_p"] and (seqused_k is not None or table is not None):
         raise UnsupportedProblem(
             f"{function}: dropout_p is {training['dropout_p']}; calls on a cache have no dropout", {}, "dropout_p=0.0"
         )
@@ -152,6 +147,11 @@ def packed(
         of_keys = names.get("cu_seqlens_k", "cu_seqlens_k")
         raise InvalidInput(f"{function}: {of_keys} is None; the lengths of the keys must be given")
     try:
+        if seqused_k is None and table is None:
+            return attention_varlen(
+                q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest[0],
+                max_seqlen_k=longest[1], return_lse=return_lse, **said, **training,
+            )  # fmt: skip
         _check_each_sequence(
             function, len(cu_seqlens_q) - 1, names,
             seqused_k=seqused_k, block_table=table, cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k[1:],

@@ -3,9 +3,10 @@
     from warpwave.integrations.flash_attn_4 import flash_attn_func   # was: from flash_attn.cute import flash_attn_func
 
 `warpwave.integrations.flash_attn` states what is common. Arguments have the order of flash-attn-4 4.0.0b36; earlier
-pre-releases had fewer, and softmax_scale in place of qv. Every function returns (out, lse), with lse None unless
-return_lse. `pack_gqa`, `min_seqlen_k`, the scheduler's arguments and, for calls without a cache, `num_splits` change no
-result and are ignored.
+pre-releases had fewer, and softmax_scale in place of qv. Only None is an unlimited side of window_size: if both sides
+are given and their sum is negative, there is no window, and any other negative side is a distance, which is refused.
+Every function returns (out, lse), with lse None unless return_lse. `pack_gqa`, `min_seqlen_k`, the scheduler's
+arguments and, for calls without a cache, `num_splits` change no result and are ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from warpwave.api import attention
+from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.integrations.flash_attn import (
     Window,
     check_is_tensor,
@@ -68,7 +70,8 @@ def flash_attn_func(
         out, and lse or None.
 
     Raises:
-        UnsupportedProblem: qv, gathered keys, score_mod, mask_mod or block sparsity.
+        UnsupportedProblem: qv, gathered keys, score_mod, mask_mod, block sparsity, or a window that excludes a query's
+            own position.
     """
     refuse(
         "flash_attn_func", qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
@@ -76,7 +79,7 @@ def flash_attn_func(
         block_sparse_tensors_bwd=block_sparse_tensors_bwd, gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    said = options(softmax_scale, causal, window_size, softcap, learnable_sink=learnable_sink)
+    said = _options(q, softmax_scale, causal, window_size, softcap, learnable_sink)
     found = attention(q, k, v, return_lse=return_lse, **said, **for_training(deterministic))
     return found if return_lse else (found, None)
 
@@ -128,8 +131,8 @@ def flash_attn_varlen_func(
         out, and lse or None.
 
     Raises:
-        UnsupportedProblem: qv, gathered keys, seqused_q, score_mod, mask_mod, block sparsity; packed keys without
-            packed queries.
+        UnsupportedProblem: qv, gathered keys, seqused_q, score_mod, mask_mod, block sparsity; a window that excludes a
+            query's own position; packed keys without packed queries.
     """
     function = "flash_attn_varlen_func"
     refuse(
@@ -138,7 +141,7 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    said = options(softmax_scale, causal, window_size, softcap, learnable_sink=learnable_sink)
+    said = _options(q, softmax_scale, causal, window_size, softcap, learnable_sink)
     if cu_seqlens_q is None:
         refuse(f"{function} without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k)
     training = for_training(deterministic)
@@ -161,6 +164,33 @@ def flash_attn_varlen_func(
             seqused_k=seqused_k, table=page_table, num_splits=splits, return_lse=return_lse, names=NAMES,
         )  # fmt: skip
     return found if return_lse else (found, None)
+
+
+def _options(
+    q: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    learnable_sink: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Returns these arguments in the form of warpwave's calls, in which a negative side of a window is unlimited."""
+    said = options(softmax_scale, causal, window_size, softcap, learnable_sink=learnable_sink)
+    check_is_tensor("q", q)
+    if learnable_sink is not None and learnable_sink.shape != q.shape[-2:-1]:
+        raise InvalidInput(
+            f"learnable_sink has shape {tuple(learnable_sink.shape)}; it must have one number for each head of q, of "
+            f"shape {tuple(q.shape)}"
+        )
+    left, right = window_size[0], 0 if said["causal"] else window_size[1]
+    if left is not None and right is not None and left + right < 0:
+        return said | {"window_size": (-1, -1)}
+    if (left or 0) < 0 or (right or 0) < 0:
+        raise UnsupportedProblem(
+            f"window_size is {tuple(window_size)}; a negative side, which excludes a query's own position, is not "
+            "supported", {}, "None for an unlimited side",
+        )  # fmt: skip
+    return said
 
 
 def _num_tokens(name: str, tensor: torch.Tensor) -> int:

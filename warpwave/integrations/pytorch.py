@@ -31,7 +31,7 @@ from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations.flash_attn import check_is_tensor, packed
 from warpwave.kernels import dropout
 from warpwave.operands import AnyOperands, DropoutOperands, Operands
-from warpwave.options import LARGEST, Options, as_window, with_positive_scale
+from warpwave.options import LARGEST, Options, as_float, as_window, with_positive_scale
 from warpwave.problem import Causal
 
 __all__ = ["declined", "register", "scaled_dot_product_attention", "sdpa", "varlen_attn"]
@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
         key: (batch, num_heads_kv, seqlen_k, head_dim). Batch and heads may be 1, as torch broadcasts them.
         value: (batch, num_heads_kv, seqlen_k, head_dim_v).
         attn_mask: boolean, True = visible, or a float that is added to the scores; broadcastable to (batch,
-            num_heads_q, seqlen_q, seqlen_k).
+            num_heads_q, seqlen_q, seqlen_k). Or a `torch.nn.attention.bias.CausalBias`.
         dropout_p: probability with which each attention probability is set to 0; from 1 on the call is declined. A
             call with dropout draws a seed from torch's generator, but drops other pairs than torch's kernels
             (docs/guide/dropout.md).
@@ -87,11 +87,14 @@ def scaled_dot_product_attention(
         (batch, num_heads_q, seqlen_q, head_dim_v), a view of (batch, seqlen_q, num_heads_q, head_dim_v).
 
     Raises:
-        What torch raises: an invalid call is declined too.
+        InvalidInput: (a ValueError) a `CausalBias` together with is_causal.
+        What torch raises: any other invalid call is declined.
 
     Note:
         A query that sees no key gives 0, as in torch. The first call declined for a reason logs a warning.
     """
+    if type(attn_mask).__name__ == "CausalBias":
+        attn_mask, is_causal = _of_causal_bias(attn_mask, query, is_causal)
     reason = _why_not(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason:
         if not torch.compiler.is_compiling():
@@ -123,6 +126,18 @@ def scaled_dot_product_attention(
         dropout_p=dropout_p,
     ).transpose(1, 2)
     return out[:, 0] if without_heads else out
+
+
+def _of_causal_bias(bias: Any, query: Any, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
+    """Returns attn_mask and is_causal of torch's class of causal masks, a tensor without contents. The class's own code
+    compares the function with the name in torch.nn.functional, which `sdpa` replaces."""
+    if is_causal:
+        raise InvalidInput("attn_mask is a CausalBias and is_causal is True; give one of them")
+    ahead = bias.seq_len_kv - bias.seq_len_q
+    if ahead == 0 or bias.variant.name == "UPPER_LEFT":
+        return None, True
+    device = query.device if isinstance(query, torch.Tensor) else None
+    return torch.ones(bias.seq_len_q, bias.seq_len_kv, dtype=torch.bool, device=device).tril(ahead), False
 
 
 def _why_not(
@@ -168,10 +183,10 @@ def _why_not_shapes(
     of_q, of_k, of_v = query.shape, key.shape, value.shape
     if of_q[-1] != of_k[-1] or of_k[-2] != of_v[-2] or 0 in (of_q[-1], of_v[-1]):
         return "the shapes"
-    batches = {of_q[0], of_k[0], of_v[0]} - {1}
-    if len(batches) > 1 or (0 in batches and not of_q[0] == of_k[0] == of_v[0]):
+    batches, heads = (of_q[0], of_k[0], of_v[0]), 1
+    batch = max(batches)
+    if any(size not in (1, batch) for size in batches):  # no sets: symbolic sizes of torch.export have no hash
         return "the shapes"
-    batch, heads = max(of_q[0], of_k[0], of_v[0]), 1
     if axes == 4:
         heads = of_q[1]
         if enable_gqa:
@@ -179,7 +194,7 @@ def _why_not_shapes(
                 return "the heads"
         else:
             heads = max(of_q[1], of_k[1], of_v[1])
-            if {of_q[1], of_k[1], of_v[1]} - {1, heads} or 0 in (of_q[1], of_k[1], of_v[1]):
+            if heads == 0 or any(size not in (1, heads) for size in (of_q[1], of_k[1], of_v[1])):
                 return "the heads"
     if attn_mask is not None:
         allowed = (batch, heads, of_q[-2], of_k[-2]) if axes == 4 else (batch, of_q[-2], of_k[-2])
@@ -329,6 +344,7 @@ def varlen_attn(
     if return_aux is not None and not hasattr(return_aux, "lse"):
         raise InvalidType(f"return_aux is {return_aux!r}; it must be torch's AuxRequest, or None")
     return_lse = return_aux is not None and bool(return_aux.lse)
+    scale = None if scale is None else as_float("scale", scale)
     found: Any = _varlen(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, as_window(window_size), seqused_k, block_table,
         num_splits, return_lse,
@@ -358,7 +374,7 @@ def _varlen(
     if block_table is None and cu_seq_k is None:
         raise InvalidInput("cu_seq_k is None; without block_table it must hold the offsets of the keys")
     return packed(
-        "varlen_attn", query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k),
+        "varlen_attn", query, key, value, cu_seq_q, cu_seq_k if block_table is None else None, (max_q, max_k),
         {"softmax_scale": scale, "window_size": window_size}, {"dropout_p": dropout_p, "dropout_seed": dropout_seed},
         seqused_k=seqused_k, table=block_table, num_splits=num_splits, return_lse=return_lse, names=_VARLEN_NAMES,
     )  # fmt: skip
