@@ -344,7 +344,7 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
     thirty thousand).
 
     With factors of tokens, the correction would need the weight of that probability's key. The maximum does not lag
-    instead, unless the rounding of out to bfloat16 hides the error: 0.91 to 0.95 times as fast (head_dim 128, 1 x 8192).
+    instead, 0.91 to 0.95 times as fast at head_dim 128, unless the rounding of out to bfloat16 hides the error.
     """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest
