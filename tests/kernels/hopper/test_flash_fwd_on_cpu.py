@@ -179,6 +179,7 @@ def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, feature
         ("bfloat16", "float8_e4m3fn:token", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
         ("float16", "int8:token", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
         ("float16", "float8_e4m3fn:token", 64, (48, 16), flash_fwd.Config(64, 128, 3)),
+        ("bfloat16", "int8:token", 16, (256, 256), flash_fwd.Config(128, 32, 2)),
         ("bfloat16", "int8:head", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
         ("float16", "float8_e4m3fn:head", 32, (48, 16), flash_fwd.Config(64, 128, 3)),
     ],
@@ -188,6 +189,29 @@ def test_8_bit_pages_on_a_cpu(
     dtype: str, cache: str, page_size: int, dims: tuple[int, int], config: flash_fwd.Config, features: str
 ) -> None:
     gate_pages(PagedCase(page_size, dtype, dims, (4, 2), max_seqlen_k=256, cache=cache, **FROM_PAGES[features]), config)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
+def test_the_factor_of_a_token_is_for_rows_that_see_it(bad: float) -> None:
+    """Infinite for a token with Inf or NaN in it, which makes the rows that see it NaN. Others keep their bits."""
+    case = PagedCase(16, "bfloat16", (64, 64), (4, 2), ((150, 200),), True, "bottom_right", max_seqlen_k=256,
+                     cache="float8_e4m3fn:token")  # fmt: skip
+    call = paged.build(case, "normal", CPU)
+    o, config = call.operands, flash_fwd.Config(128, 64, 2)
+    before, _ = on_cpu(call.problem, o, config)
+    key = 120  # which queries from 70 on see
+    spoiled = o.v_descale.clone()
+    spoiled[int(o.page_table[0 if o.rows is None else int(o.rows[0]), key // 16]), key % 16] = bad
+    after, lse = on_cpu(call.problem, o._replace(v_descale=spoiled), config)
+    assert torch.equal(after[:70], before[:70])
+    if bad == 0.0:  # the value is zero, and its probability counts
+        verdict = judge_forward(
+            call.problem, forward_references(call.problem, o._replace(v_descale=spoiled)), after, lse
+        )
+        assert verdict.passed, str(verdict)
+        assert not after.isnan().any()
+    else:
+        assert after[70:].isnan().all()
 
 
 def gate_pages(case: PagedCase, config: flash_fwd.Config) -> None:

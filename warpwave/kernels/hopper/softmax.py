@@ -68,12 +68,15 @@ def without_offset(scores):
 
 
 @jit
-def with_values(scores, scale, rules):
+def with_values(scores, scale, rules, AT_EDGE: gl.constexpr):
     """Returns the scores of a tile and their factor: a `FromOffset` with the tile's factor of V, a `Weighted` if tokens
     have factors, or the scale."""
     if has_token_factors(rules.factors):
         bits, weights = rules.factors.of_tile
-        return scores * scale + bits, Weighted(weights, rules.RAISES)
+        x = scores * scale + bits
+        if AT_EDGE:  # the factor of a hidden token may be infinite or NaN
+            x = gl.where(scores == float("-inf"), float("-inf"), x)
+        return x, Weighted(weights, rules.RAISES)
     elif has_blocks_of_values(rules.factors):
         bits = bits_of_values(rules)
         return scores, FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
@@ -103,7 +106,7 @@ def in_bits(scores, tile, place, keys, rules, AT_EDGE: gl.constexpr):
         return scores.to(gl.float32, bitcast=True), FromOffset(scale, scale * OFFSET, gl.to_tensor(1.0))
     else:
         scores, scale = _in_bits(without_offset(scores), tile, place, keys, rules, AT_EDGE)
-        return with_values(scores, scale, rules)
+        return with_values(scores, scale, rules, AT_EDGE)
 
 
 @jit

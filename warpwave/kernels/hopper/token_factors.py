@@ -12,9 +12,10 @@ from warpwave.kernels.hopper.groups import KeyDescaleStrides
 from warpwave.kernels.hopper.parts import accumulator_layout, lg2
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier, with_fields
 
-# Bounds of factors of V. Cells that hold no key may hold anything, and 0 times the inverse of 0 is NaN.
+# Bounds of the factors of V whose inverses are weights: those of hidden tokens may be anything, and 0 times the inverse of
+# 0 or NaN is NaN. The logarithm of a factor of infinity or NaN makes a row that sees the token NaN.
 SMALLEST = gl.constexpr(2.0**-100)
-LARGEST = gl.constexpr(2.0**100)
+LARGEST = gl.constexpr(2.0**126)
 
 
 @aggregate
@@ -99,10 +100,11 @@ def make(factors, n, warps: gl.constexpr):
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
         given = 2 * (n % (factors.given.shape[0] // 2))
         first = first_made(factors, n)
-        of_v = gl.minimum(gl.maximum(factors.given.index(given + 1).load(layout), SMALLEST), LARGEST)
+        of_v = factors.given.index(given + 1).load(layout)
+        of_v = gl.where(of_v < SMALLEST, SMALLEST, of_v)
         factors.made.index(first).store(factors.given.index(given).load(layout))
         factors.made.index(first + 1).store(lg2(of_v))
-        factors.made.index(first + 2).store(1.0 / of_v)
+        factors.made.index(first + 2).store(1.0 / gl.minimum(gl.maximum(of_v, SMALLEST), LARGEST))
 
 
 @jit

@@ -33,16 +33,11 @@ SIXTEEN_BIT = ("float16", "bfloat16")
 FEW_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
 LEAST_PAGE, MAX_HEAD_DIM_OF_PAGES = 16, 256  # tokens that a copy takes at least; wider rows were not tried
 LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 384  # of tiles of 64 rows of a call on a cache
-# Time for an element of an 8-bit cache that a widener converts, by the types of cache and queries, and for each score
-# of the same step. Fitted to calls of 8,192 tokens at head_dim 64, 128 and 256 on an H200
-# (record 2026-11-28-h200-prefill-from-8-bit-pages.json).
-WIDENER_NS = {
-    ("float8_e4m3fn", "float16"): 0.040,
-    ("float8_e4m3fn", "bfloat16"): 0.056,
-    ("int8", "float16"): 0.053,
-    ("int8", "bfloat16"): 0.072,
-}
-WIDENER_NS_OF_SCORE = 0.05
+# Time for an element of an 8-bit cache that a widener converts, and for each score of the same step, by what shares a
+# factor. Fitted to calls of 8,192 tokens at head_dim 64, 128 and 256 on an H200
+# (record 2026-11-29-h200-factors-of-tokens.json).
+WIDENER_NS = {"float8_e4m3fn": 0.052, "int8": 0.058}
+WIDENER_NS_OF_SCORE = {"head": 0.04, "token": 0.07}
 FEWEST_QUERIES = 128  # that share a kv head, to amortize writing a V of 8 bits in float16
 
 
@@ -246,7 +241,7 @@ def _widener_us(problem: AttentionProblem, config: Config, steps: int, scores: i
     if problem.dtype_kv is None:
         return 0.0
     elements = steps * config.block_n * sum(map(sum, row_pieces(problem, config)))
-    of_all = WIDENER_NS[problem.dtype_kv, problem.dtype] * elements + WIDENER_NS_OF_SCORE * scores
+    of_all = WIDENER_NS[problem.dtype_kv] * elements + WIDENER_NS_OF_SCORE[problem.kv_factors or "head"] * scores
     return of_all * 1e-3 / math.sqrt(config.blocks_per_sm)  # their wideners share issue slots
 
 

@@ -295,7 +295,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
             if rules.BLOCK_N < TILE_KEYS:
                 words = words >> (key_first % TILE_KEYS // 4)
             scores = hide_words(scores, words, rules.BLOCK_N)
-        return with_values(scores, scale, rules)
+        return with_values(scores, scale, rules, AT_EDGE)
 
 
 @jit
