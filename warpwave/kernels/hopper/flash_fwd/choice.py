@@ -341,8 +341,8 @@ RULES: tuple[Rule[Config], ...] = (
         "head_dim 129 to 256",
         lambda c: c.width > 128,
         (Config(128, 64, 2), Config(128, 32, 2)),
-        "the widest tile whose accumulators fit registers; beside factors of tokens at 256 only 32 keys a step fit, 1.36 "
-        f"to 1.62 times as fast as 64 x 64 in eight calls, 0.75 and 0.81 times at 1 x 512 ({OF_TOKENS})",
+        "the widest tile whose accumulators fit registers; beside factors of tokens at 256 only 32 keys a step fit: "
+        f"1.36 to 1.62 times as fast as 64 x 64 in eight calls, 0.75 and 0.81 times at 1 x 512 ({OF_TOKENS})",
         TUNING,
     ),
     Rule(
