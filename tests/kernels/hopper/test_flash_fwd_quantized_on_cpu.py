@@ -16,7 +16,17 @@ from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper import factors, flash_fwd, rows, scheduler, serial, softmax, split_float32, visible
+from warpwave.kernels.hopper import (
+    factors,
+    flash_fwd,
+    rows,
+    scheduler,
+    serial,
+    softmax,
+    split_float32,
+    token_factors,
+    visible,
+)
 from warpwave.kernels.hopper import parts as device_parts
 from warpwave.kernels.hopper import words as device_words
 from warpwave.kernels.hopper.flash_fwd import Config, config, consumer, kernel, mask_bias, producer, widener
@@ -45,7 +55,7 @@ def on_cpu(call: Call, chosen: Config) -> tuple[Tensor, Tensor]:
         launch.bind(spec)(*spec.tensors)
     modules = (
         *(kernel, consumer, producer, widener, mask_bias, factors, device_parts, rows, scheduler, serial, softmax),
-        *(split_float32, visible, device_words),
+        *(split_float32, token_factors, visible, device_words),
     )
     gluon_on_cpu.run_launch(attend, modules, 2, {})
     return out, lse
