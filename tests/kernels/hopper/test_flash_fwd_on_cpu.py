@@ -214,6 +214,17 @@ def test_the_factor_of_a_token_is_for_rows_that_see_it(bad: float) -> None:
         assert after[70:].isnan().all()
 
 
+@pytest.mark.parametrize("cache", ["float8_e4m3fn:head", "float8_e4m3fn:token"])
+def test_queries_of_another_sequence_change_nothing(cache: str) -> None:
+    case = PagedCase(16, "bfloat16", (64, 64), (4, 2), ((40, 130), (30, 90)), True, max_seqlen_k=256, cache=cache)
+    call, config = paged.build(case, "normal", CPU), flash_fwd.Config(64, 64, 2)
+    before, _ = on_cpu(call.problem, call.operands, config)
+    q = call.operands.q.clone()
+    q[40:] *= 1e12
+    after, _ = on_cpu(call.problem, call.operands._replace(q=q), config)
+    assert torch.equal(after[:40], before[:40])
+
+
 def gate_pages(case: PagedCase, config: flash_fwd.Config) -> None:
     call = paged.build(case, "normal", CPU)
     problem, operands = call.problem, call.operands

@@ -14,7 +14,7 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 
 # Bounds of the factors of V whose inverses are weights. Those of hidden tokens may be anything, and 0 times the inverse
 # of 0 or NaN is NaN. The logarithm of a factor of infinity or NaN makes a row that sees the token NaN.
-SMALLEST = gl.constexpr(2.0**-100)
+SMALLEST = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**126)
 
 

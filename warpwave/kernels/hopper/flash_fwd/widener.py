@@ -167,11 +167,12 @@ def int8_in_float16(numbers):
 
 
 @jit
-def queries_in_float16(q):
+def queries_in_float16(q, rows):
     """Converts the queries of a consumer from bfloat16 to float16 in place, and returns (q, power).
 
     Args:
         q: the pieces of 64 rows of Q in shared memory.
+        rows: the rows before the end of the sequence; other sequences' queries must not change the power.
 
     Returns:
         q: the pieces, divided by `power`: the largest finite number is 2^13 to 2^14. Numbers stay exact down to 2^-27
@@ -181,9 +182,11 @@ def queries_in_float16(q):
     largest = gl.to_tensor(0.0)
     pieces = ()
     for i in gl.static_range(len(q)):
-        x = q[i].load(row_vectors(q[i].shape[1])).to(gl.float32)
+        layout: gl.constexpr = row_vectors(q[i].shape[1])
+        x = q[i].load(layout).to(gl.float32)
         pieces = pieces + (x,)
-        finite = gl.where(gl.abs(x) < float("inf"), gl.abs(x), 0.0)
+        inside = (gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)) < rows)[:, None]
+        finite = gl.where(inside & (gl.abs(x) < float("inf")), gl.abs(x), 0.0)
         largest = gl.maximum(largest, gl.max(gl.reshape(finite, [x.shape[0] * x.shape[1]]), axis=0))
     power = largest.to(gl.int32, bitcast=True) & 0x7F800000
     power = gl.minimum(gl.maximum(power, 0x0D800000), 0x7E800000)  # 2^-100 to 2^126
