@@ -177,8 +177,8 @@ def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, feature
         ("bfloat16", "float8_e4m3fn:head", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
         ("float16", "int8:head", 64, (192, 128), flash_fwd.Config(128, 64, 2)),
         ("bfloat16", "float8_e4m3fn:token", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
-        ("float16", "int8:token", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
-        ("float16", "float8_e4m3fn:token", 64, (48, 16), flash_fwd.Config(64, 128, 3)),
+        ("bfloat16", "int8:token", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
+        ("bfloat16", "float8_e4m3fn:token", 64, (48, 16), flash_fwd.Config(64, 128, 3)),
         ("bfloat16", "int8:token", 16, (256, 256), flash_fwd.Config(128, 32, 2)),
         ("bfloat16", "int8:head", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
         ("float16", "float8_e4m3fn:head", 32, (48, 16), flash_fwd.Config(64, 128, 3)),
@@ -193,7 +193,7 @@ def test_8_bit_pages_on_a_cpu(
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0])
 def test_the_factor_of_a_token_is_for_rows_that_see_it(bad: float) -> None:
-    """Infinite for a token with Inf or NaN in it, which makes the rows that see it NaN. Others keep their bits."""
+    """The factor of a token that contains Inf or NaN is infinite: rows that see it are NaN, others keep their bits."""
     case = PagedCase(16, "bfloat16", (64, 64), (4, 2), ((150, 200),), True, "bottom_right", max_seqlen_k=256,
                      cache="float8_e4m3fn:token")  # fmt: skip
     call = paged.build(case, "normal", CPU)

@@ -14,22 +14,11 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import Call, Case
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
+from tests.kernels.hopper.test_flash_fwd_on_cpu import MODULES
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper import (
-    factors,
-    flash_fwd,
-    rows,
-    scheduler,
-    serial,
-    softmax,
-    split_float32,
-    token_factors,
-    visible,
-)
-from warpwave.kernels.hopper import parts as device_parts
-from warpwave.kernels.hopper import words as device_words
-from warpwave.kernels.hopper.flash_fwd import Config, config, consumer, kernel, mask_bias, producer, widener
+from warpwave.kernels.hopper import flash_fwd
+from warpwave.kernels.hopper.flash_fwd import Config, config
 from warpwave.kernels.prepass import widen_values
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import NO_TRITON
@@ -53,11 +42,7 @@ def on_cpu(call: Call, chosen: Config) -> tuple[Tensor, Tensor]:
     *ahead, attend = (specified,) if isinstance(specified, launch.Launch) else specified
     for spec in ahead:
         launch.bind(spec)(*spec.tensors)
-    modules = (
-        *(kernel, consumer, producer, widener, mask_bias, factors, device_parts, rows, scheduler, serial, softmax),
-        *(split_float32, token_factors, visible, device_words),
-    )
-    gluon_on_cpu.run_launch(attend, modules, 2, {})
+    gluon_on_cpu.run_launch(attend, MODULES, 2, {})
     return out, lse
 
 

@@ -1,5 +1,5 @@
 """The dequantization factors of a consumer's 64 queries, and of each of its tiles of keys, of an 8-bit cache too.
-token_factors.py has those of a cache in which tokens have their own.
+token_factors.py handles caches in which each token has its own factor.
 
 Tiles of queries and keys begin at multiples of their length, which divides the blocks of tokens that share a factor, so
 a tile has one factor. That of Q and K is part of the scale of the scores. That of V multiplies the output if all keys

@@ -112,7 +112,8 @@ class QDescaleStrides(NamedTuple):
 
 
 class KeyDescaleStrides(NamedTuple):
-    """Strides of factors of k or v, along batches, kv heads, and blocks of keys."""
+    """Strides of factors of k or v, along batches, kv heads, and blocks of keys; of a cache along pages, kv heads, and
+    tokens."""
 
     b: int
     h: int

@@ -1,7 +1,7 @@
-"""The dequantization factors of an 8-bit cache in which each head of each token has its own.
+"""The dequantization factors of an 8-bit cache in which each head of each token has its own, beside bfloat16 queries.
 
-The producer reads the factors of a tile's keys and writes them into shared memory; the widener makes from them what
-consumers read, and the tile of K that it hands over announces them. Consumers multiply scores by the factors of K. The
+The producer reads the factors of a tile's keys and writes them into shared memory. The widener computes from them what
+consumers read, before it hands over the tile's K. Consumers multiply scores by the factors of K. The
 logarithms of those of V are added to scores in bits, so a probability includes the factor of its value, and sums of
 probabilities are weighted by the inverse.
 """
@@ -13,7 +13,8 @@ from warpwave.kernels.hopper.parts import accumulator_layout, lg2
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier, with_fields
 
 # Bounds of the factors of V whose inverses are weights. Those of hidden tokens may be anything, and 0 times the inverse
-# of 0 or NaN is NaN. The logarithm of a factor of infinity or NaN makes a row that sees the token NaN.
+# of 0 or NaN is NaN. The logarithm of a factor of infinity or NaN makes out and lse of a row that sees the token NaN.
+# Sums reach 2^15 for each key, divided by the smallest. A factor above the largest has a weight that is too large.
 SMALLEST = gl.constexpr(2.0**-80)
 LARGEST = gl.constexpr(2.0**126)
 
@@ -25,8 +26,8 @@ class TokenFactors:
     Args:
         k_ptr, v_ptr: float32.
         k_strides, v_strides: of pages, heads and tokens.
-        given: [2 * narrow stages, keys] in shared memory: the factors of K and V.
-        made: [3 * (stages + 1), keys]: the factors of K, logarithms of those of V in bits, and their inverses. A
+        raw: [2 * narrow stages, keys] in shared memory: the factors of K and V.
+        prepared: [3 * (stages + 1), keys]: the factors of K, logarithms of those of V in bits, and their inverses. A
             consumer hands back V when it no longer needs the factors of its tile. The widener has waited for V of tile
             n - stages - 1 before it writes those of tile n, so they need no barrier of their own.
         of_tile: the last two as a consumer has read them, each [1, keys]; () before.
@@ -36,15 +37,15 @@ class TokenFactors:
     k_strides: gl.tuple
     v_ptr: gl.tensor
     v_strides: gl.tuple
-    given: gl.shared_memory_descriptor
-    made: gl.shared_memory_descriptor
+    raw: gl.shared_memory_descriptor
+    prepared: gl.shared_memory_descriptor
     of_tile: object
 
 
 @constexpr_function
 def has_token_factors(factors):
     """Returns whether tokens have factors; `factors` is a `TokenFactors`, other factors, or () for none."""
-    return not hasattr(factors, "values") and hasattr(factors, "made")  # as in factors.has_factors
+    return not hasattr(factors, "values") and hasattr(factors, "prepared")  # as in factors.has_factors
 
 
 @jit
@@ -54,23 +55,23 @@ def token_factors(
 ):  # fmt: skip
     """Allocates the shared memory of a `TokenFactors`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    given = gl.allocate_shared_memory(gl.float32, [2 * NARROW_STAGES, BLOCK_N], layout)
-    made = gl.allocate_shared_memory(gl.float32, [3 * (STAGES + 1), BLOCK_N], layout)
-    return TokenFactors(k_ptr, k_strides, v_ptr, v_strides, given, made, ())
+    raw = gl.allocate_shared_memory(gl.float32, [2 * NARROW_STAGES, BLOCK_N], layout)
+    prepared = gl.allocate_shared_memory(gl.float32, [3 * (STAGES + 1), BLOCK_N], layout)
+    return TokenFactors(k_ptr, k_strides, v_ptr, v_strides, raw, prepared, ())
 
 
 @jit
-def start_to_read(rules, source, head, key):
+def read_factors(rules, source, head, key):
     """Starts to read the factors of a tile of keys, from `key` on; called by the producer. `source` is a
     `pages.OfSequence`."""
     if has_token_factors(rules.factors):
-        return _start_to_read(rules.factors, source, head, key, rules.BLOCK_N)
+        return _read_factors(rules.factors, source, head, key, rules.BLOCK_N)
     else:
         return ()
 
 
 @jit
-def _start_to_read(factors, source, head, key, BLOCK_N: gl.constexpr):
+def _read_factors(factors, source, head, key, BLOCK_N: gl.constexpr):
     keys = gl.minimum(key + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [1], [0])), source.last_key)
     page = gl.load(source.table_ptr + keys // source.PAGE_SIZE)
     page = gl.minimum(gl.maximum(page, 0), source.num_pages - 1).to(gl.int64)
@@ -84,41 +85,41 @@ def _start_to_read(factors, source, head, key, BLOCK_N: gl.constexpr):
 
 
 @jit
-def give(rules, k_narrow, n, read):
-    """Writes what `start_to_read` returned for tile n, whose K was started before, and announces it."""
+def store_factors(rules, k_narrow, n, read):
+    """Writes what `read_factors` returned for tile n, whose K was started before, and announces it."""
     if has_token_factors(rules.factors):
         stage = n % k_narrow.stages
         for of in gl.static_range(2):
-            rules.factors.given.index(2 * stage + of).store(read[of])
+            rules.factors.raw.index(2 * stage + of).store(read[of])
         mbarrier.arrive(k_narrow.full.index(stage), count=1)
 
 
 @jit
-def make(factors, n, warps: gl.constexpr):
-    """Makes the factors of tile n for consumers; called by the widener before it hands over K."""
+def prepare(factors, n, warps: gl.constexpr):
+    """Computes from the factors of tile n what consumers read; called by the widener before it hands over K."""
     if has_token_factors(factors):
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-        given = 2 * (n % (factors.given.shape[0] // 2))
-        first = first_made(factors, n)
-        of_v = factors.given.index(given + 1).load(layout)
+        raw = 2 * (n % (factors.raw.shape[0] // 2))
+        first = first_prepared(factors, n)
+        of_v = factors.raw.index(raw + 1).load(layout)
         of_v = gl.where(of_v < SMALLEST, SMALLEST, of_v)
-        factors.made.index(first).store(factors.given.index(given).load(layout))
-        factors.made.index(first + 1).store(lg2(of_v))
-        factors.made.index(first + 2).store(1.0 / gl.minimum(gl.maximum(of_v, SMALLEST), LARGEST))
+        factors.prepared.index(first).store(factors.raw.index(raw).load(layout))
+        factors.prepared.index(first + 1).store(lg2(of_v))
+        factors.prepared.index(first + 2).store(1.0 / gl.minimum(gl.maximum(of_v, SMALLEST), LARGEST))
 
 
 @jit
-def first_made(factors, n):
-    """Returns the first of the three rows of `made` of tile n."""
-    return 3 * (n % (factors.made.shape[0] // 3))
+def first_prepared(factors, n):
+    """Returns the first of the three rows of `prepared` of tile n."""
+    return 3 * (n % (factors.prepared.shape[0] // 3))
 
 
 @jit
 def rules_with_tokens(n, rules):
     """Returns the rules for tile n, whose K has arrived: their scale includes the factors of K, [1, keys]."""
     layout: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_N))
-    made = rules.factors.made
-    first = first_made(rules.factors, n)
-    of_tile = (made.index(first + 1).load(layout)[None, :], made.index(first + 2).load(layout)[None, :])
-    scale = rules.scale * made.index(first).load(layout)[None, :]
+    prepared = rules.factors.prepared
+    first = first_prepared(rules.factors, n)
+    of_tile = (prepared.index(first + 1).load(layout)[None, :], prepared.index(first + 2).load(layout)[None, :])
+    scale = rules.scale * prepared.index(first).load(layout)[None, :]
     return with_fields(rules, scale=scale, factors=with_fields(rules.factors, of_tile=of_tile))

@@ -46,7 +46,8 @@ class Rules:
     ALIGN_KEYS: gl.constexpr = False  # whether tiles of keys begin at multiples of their length
     RAISES: gl.constexpr = False  # whether probabilities are multiplied by 2^softmax.RAISE
     dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
-    factors: object = None  # factors.Factors, in a consumer those of its head's keys; () if k has no factors
+    # factors.Factors, in a consumer those of its head's keys; token_factors.TokenFactors; () if k has no factors
+    factors: object = None
 
 
 @constexpr_function

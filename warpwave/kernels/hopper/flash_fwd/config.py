@@ -204,10 +204,11 @@ def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 
 def _space(problem: AttentionProblem, parts: int) -> list[Config]:
+    has_short_steps = parts > 1 or tile_width(problem) > 256 or problem.kv_factors == "token"
     return [
         Config(block_m, block_n, num_stages, blocks_per_sm, heads=heads_together(problem))
         for block_m in (64, 128, 192)
-        for block_n in ((32, 64, 128) if parts > 1 or tile_width(problem) > 256 else (64, 128))
+        for block_n in ((32, 64, 128) if has_short_steps else (64, 128))
         for num_stages in ((1, 2, 3) if parts > 1 else (2, 3, 4))
         for blocks_per_sm in (1, 2, 3)
         if not (block_m > 64 and blocks_per_sm > 1)

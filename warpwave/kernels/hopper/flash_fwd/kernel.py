@@ -15,7 +15,8 @@ Quantized q and k are multiplied in 8 bits, and a quantized v in float16, in whi
 
 Products of int8 q and k are summed exactly in int32. The sums start at a number whose bits are those of a float32, so
 that they are read as float32 without a conversion (parts.OFFSET_OF_INT8). Factors of q and k are part of softmax_scale,
-those of v multiply sums over keys (../factors.py).
+those of v multiply sums over keys (../factors.py). Those of single tokens multiply scores and probabilities
+(../token_factors.py).
 
 Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1 and
 3.2. The online softmax rescales only when a row's maximum has risen by more than `softmax.LAG`.

@@ -31,7 +31,7 @@ from warpwave.kernels.hopper.split_float32 import (
     is_scaled,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.token_factors import give, start_to_read
+from warpwave.kernels.hopper.token_factors import read_factors, store_factors
 from warpwave.kernels.hopper.visible import (
     Rules,
     keys_of_sequence,
@@ -165,15 +165,15 @@ def load_block(role, work, pages: Pages, capacity, kv_head, n, messages):
     key = work.k_begin + keys.begin
     last = key + (end - 1) * rules.BLOCK_N
     load_keys(role.k_ring, role.k_maps, n, work, source, kv_head, last, beside, rules)
-    give(rules, role.k_ring, n, start_to_read(rules, source, kv_head, last))
+    store_factors(rules, role.k_ring, n, read_factors(rules, source, kv_head, last))
     load_queries(role, batch, work, row, messages)
     for j in range(1, end - begin):
         before = key + (end - 1 - j) * rules.BLOCK_N
         if rules.PARTS == 1:
             load_keys(role.k_ring, role.k_maps, n + 1, work, source, kv_head, before, beside, rules)
-            factors = start_to_read(rules, source, kv_head, before)
+            factors = read_factors(rules, source, kv_head, before)
             load_rows(role.v_ring, role.v_maps, n, source, kv_head, before + rules.BLOCK_N)
-            give(rules, role.k_ring, n + 1, factors)
+            store_factors(rules, role.k_ring, n + 1, factors)
         else:  # in the order of use: a ring may have a single stage
             load_rows(role.v_ring, role.v_maps, n, source, kv_head, before + rules.BLOCK_N)
             load_keys(role.k_ring, role.k_maps, n + 1, work, source, kv_head, before, beside, rules)

@@ -22,7 +22,7 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
 )
 from warpwave.kernels.hopper.rows import row_vectors
-from warpwave.kernels.hopper.token_factors import has_token_factors, make
+from warpwave.kernels.hopper.token_factors import has_token_factors, prepare
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
@@ -47,7 +47,7 @@ class Widener:
         k_narrow, v_narrow: the rings that the producer fills.
         k_ring, v_ring: the rings that the consumers read.
         end: a word of shared memory: the number of tiles of the launch, or NOT_KNOWN.
-        factors: `TokenFactors` if tokens have factors.
+        factors: `TokenFactors` if tokens have factors, else ().
     """
 
     k_narrow: Ring
@@ -95,7 +95,7 @@ def widener(role):
     """Widens tiles until the producer announces the end. K comes before V, as consumers need them."""
     n = 0
     while is_more(role, n):
-        make(role.factors, n, WIDENER_WARPS)
+        prepare(role.factors, n, WIDENER_WARPS)
         widen(role.k_narrow, role.k_ring, n)
         widen(role.v_narrow, role.v_ring, n)
         n += 1
@@ -175,8 +175,9 @@ def queries_in_float16(q, rows):
         rows: the rows before the end of the sequence; other sequences' queries must not change the power.
 
     Returns:
-        q: the pieces, divided by `power`: the largest finite number is 2^13 to 2^14. Numbers stay exact down to 2^-27
-            of it, and smaller ones are off by at most 2^-38 of it. Infinities and NaN stay as they are.
+        q: the pieces, divided by `power`: the largest finite number of those rows is 2^13 to 2^14, less if it was below
+            2^-100, up to 2^15 from 2^127 on. Numbers stay exact down to 2^-27 of it, and smaller ones are off by at
+            most 2^-38 of it. Infinities and NaN stay as they are.
         power: a power of two from 2^-113 to 2^113.
     """
     largest = gl.to_tensor(0.0)
