@@ -12,6 +12,7 @@ from tests.conformance.datasets import Data, fill
 from tests.conformance.harness import band
 from warpwave import AttentionProblem, CacheLayer, Causal, attention_with_kv_cache
 from warpwave.checks import describe_cached_call
+from warpwave.kernels import quantize_tensor
 from warpwave.operands import CachedOperands
 from warpwave.options import Options
 
@@ -147,7 +148,7 @@ def quantized(x: Tensor, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]
     magnitudes = x.float().abs()
     factor = magnitudes.amax((0, 1, 3)) if kind == "head" else magnitudes.amax(-1)
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    factor = torch.where(factor > 0, factor / largest, 1.0)
+    factor = (factor / largest).clamp(min=quantize_tensor.SMALLEST)
     numbers = x.float() / factor[..., None]
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), factor
 

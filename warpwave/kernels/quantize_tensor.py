@@ -56,8 +56,9 @@ def clipped_magnitude(magnitudes, allowed):
 
 @jit
 def factor_of(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    """Returns the factor with which the largest of some magnitudes becomes LARGEST; 1 if all of them are 0."""
-    return tl.where(largest > 0.0, tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST), 1.0)
+    """Returns the factor with which the largest of some magnitudes becomes LARGEST, at least SMALLEST. Zeros have it:
+    values with a larger factor than their neighbors would leave less of the range of probabilities to these."""
+    return tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST)
 
 
 @jit
@@ -304,9 +305,9 @@ def eight_bit_by_torch(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def factors_of(magnitudes: torch.Tensor, largest: float) -> torch.Tensor:
-    """Returns the factors with which the largest magnitudes become the largest number; 1 where all numbers are 0."""
+    """Returns the factors with which the largest magnitudes become the largest number, as `factor_of` does."""
     divisor = magnitudes.new_full((), largest)  # on a GPU, torch divides by a number by multiplying with its reciprocal
-    return torch.where(magnitudes > 0, (magnitudes / divisor).clamp(min=SMALLEST), 1.0)
+    return (magnitudes / divisor).clamp(min=SMALLEST)
 
 
 def share_clipped(source: Source) -> float:

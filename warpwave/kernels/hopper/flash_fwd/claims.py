@@ -87,8 +87,6 @@ def _against_pages(problem: AttentionProblem) -> list[str]:
         return []
     others = {
         "float32": problem.dtype == "float32",
-        # A zero token of the cache has factor 1, and the probabilities of small values beside it leave float16's range.
-        "factors of tokens beside float16 queries": problem.kv_factors == "token" and problem.dtype == "float16",
         f"pages of {problem.page_size}": problem.page_size < LEAST_PAGE,
         "results that do not depend on the batch": problem.batch_invariant,
         "a mask": problem.mask_shape is not None,
