@@ -126,32 +126,41 @@ def test_softcap(head_dim: int) -> None:
         assert "v" not in loop[loop.index("r") : loop.rindex("r")], what(facts)
 
 
-# head_dim, dtype of the cache and config of a call on 8-bit pages.
+# head_dim, dtype of the queries, that of the cache, and config of a call on 8-bit pages.
 SAMPLE_OF_8_BIT_PAGES = [
-    (64, "int8", (64, 64, 3, 3)),
-    (64, "float8_e4m3fn", (192, 128, 3, 1)),
-    (128, "float8_e4m3fn:token", (192, 64, 4, 1)),
+    (64, "bfloat16", "int8", (64, 64, 3, 3)),
+    (64, "bfloat16", "float8_e4m3fn", (192, 128, 3, 1)),
+    (128, "bfloat16", "float8_e4m3fn:token", (192, 64, 4, 1)),
 ]
+TOKENS_OF_8_BIT_PAGES = [(64, (192, 64, 3, 1)), (128, (128, 64, 3, 1)), (128, (192, 64, 4, 1)), (256, (128, 32, 2, 1))]
 FULL_OF_8_BIT_PAGES = [
-    *((64, cache, config) for cache in ("int8", "float8_e4m3fn") for config in ((64, 128, 2, 2), (128, 128, 3, 1))),
-    *((128, cache, config) for cache in ("int8", "float8_e4m3fn") for config in ((128, 128, 2, 1), (192, 64, 4, 1))),
-    *((256, cache, (128, 64, 2, 1)) for cache in ("int8", "float8_e4m3fn")),
-    (64, "float8_e4m3fn:token", (192, 64, 3, 1)), (128, "int8:token", (128, 64, 3, 1)),
-    (256, "int8:token", (128, 32, 2, 1)),
-]  # fmt: skip
+    *((64, c, config) for c in ("int8", "float8_e4m3fn") for config in ((64, 128, 2, 2), (128, 128, 3, 1))),
+    *((128, c, config) for c in ("int8", "float8_e4m3fn") for config in ((128, 128, 2, 1), (192, 64, 4, 1))),
+    *((256, c, (128, 64, 2, 1)) for c in ("int8", "float8_e4m3fn")),
+    *((d, c, config) for c in ("int8:token", "float8_e4m3fn:token") for d, config in TOKENS_OF_8_BIT_PAGES),
+]
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "cache", "config"),
-    [*SAMPLE_OF_8_BIT_PAGES, *(pytest.param(*p, marks=pytest.mark.full) for p in FULL_OF_8_BIT_PAGES)],
+    ("head_dim", "dtype", "cache", "config"),
+    [
+        *SAMPLE_OF_8_BIT_PAGES,
+        *(
+            pytest.param(head_dim, dtype, cache, config, marks=pytest.mark.full)
+            for head_dim, cache, config in FULL_OF_8_BIT_PAGES
+            for dtype in ("bfloat16", "float16")
+            if (head_dim, dtype, cache, config) not in SAMPLE_OF_8_BIT_PAGES
+        ),
+    ],
 )
-def test_8_bit_pages(head_dim: int, cache: str, config: tuple[int, int, int, int]) -> None:
+def test_8_bit_pages(head_dim: int, dtype: str, cache: str, config: tuple[int, int, int, int]) -> None:
     """Registers suffice beside a widener: without enough, ptxas waits for every wgmma before it starts the next. Triton
     3.9 spills up to 264 bytes at the edges, 3.6 up to 104, the others up to 88."""
     names = ("block_m", "block_n", "num_stages", "blocks_per_sm")
     a_job = hopper_job(head_dim, "packed") | {"config": dict(zip(names, config, strict=True)), "listing": True}
-    dtype, _, kind = cache.partition(":")
-    a_job["problem"] |= {"causal": "bottom_right", "page_size": 64, "dtype_kv": dtype, "kv_factors": kind or "head"}
+    numbers, _, kind = cache.partition(":")
+    of_cache = {"page_size": 64, "dtype_kv": numbers, "kv_factors": kind or "head"}
+    a_job["problem"] |= {"causal": "bottom_right", "dtype": dtype, **of_cache}
     triton = pytest.importorskip("triton")
     (facts,) = compile_all([a_job])
     assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"] // config[3]
