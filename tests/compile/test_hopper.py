@@ -132,11 +132,17 @@ SAMPLE_OF_8_BIT_PAGES = [
     (64, "bfloat16", "float8_e4m3fn", (192, 128, 3, 1)),
     (128, "bfloat16", "float8_e4m3fn:token", (192, 64, 4, 1)),
 ]
-TOKENS_OF_8_BIT_PAGES = [(64, (192, 64, 3, 1)), (128, (128, 64, 3, 1)), (128, (192, 64, 4, 1)), (256, (128, 32, 2, 1))]
+TOKENS_OF_8_BIT_PAGES = [
+    (64, (192, 64, 3, 1)),
+    (128, (128, 64, 3, 1)),
+    (128, (192, 64, 4, 1)),
+    (192, (128, 32, 2, 1)),
+    (256, (128, 32, 2, 1)),
+]
 FULL_OF_8_BIT_PAGES = [
     *((64, c, config) for c in ("int8", "float8_e4m3fn") for config in ((64, 128, 2, 2), (128, 128, 3, 1))),
     *((128, c, config) for c in ("int8", "float8_e4m3fn") for config in ((128, 128, 2, 1), (192, 64, 4, 1))),
-    *((256, c, (128, 64, 2, 1)) for c in ("int8", "float8_e4m3fn")),
+    *((d, c, (128, 64, 2, 1)) for d in (192, 256) for c in ("int8", "float8_e4m3fn")),
     *((d, c, config) for c in ("int8:token", "float8_e4m3fn:token") for d, config in TOKENS_OF_8_BIT_PAGES),
 ]
 

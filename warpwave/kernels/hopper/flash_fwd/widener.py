@@ -183,10 +183,9 @@ def queries_in_float16(q, rows):
     largest = gl.to_tensor(0.0)
     pieces = ()
     for i in gl.static_range(len(q)):
-        layout: gl.constexpr = row_vectors(q[i].shape[1])
-        x = q[i].load(layout).to(gl.float32)
+        x = q[i].load(row_vectors(q[i].shape[1])).to(gl.float32)
         pieces = pieces + (x,)
-        inside = (gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)) < rows)[:, None]
+        inside = (gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) < rows)[:, None]
         finite = gl.where(inside & (gl.abs(x) < float("inf")), gl.abs(x), 0.0)
         largest = gl.maximum(largest, gl.max(gl.reshape(finite, [x.shape[0] * x.shape[1]]), axis=0))
     power = largest.to(gl.int32, bitcast=True) & 0x7F800000
