@@ -86,7 +86,10 @@ def check_records(
                 f"and {count} queries at the end of its {length} tokens, the call needs them"
             )
         if max_seqlen_k and length > max_seqlen_k:
-            raise InvalidInput(f"max_seqlen_k is {max_seqlen_k} and row {row} has {length} tokens")
+            raise InvalidInput(
+                f"max_seqlen_k is {max_seqlen_k} and row {row} has {length} tokens; it must be at least {length}, or "
+                "None"
+            )
 
 
 def layer_of(cache: Any) -> CacheLayer:
@@ -263,7 +266,7 @@ def check_contents(
     Raises:
         InvalidInput: naming the first index that is wrong.
     """
-    present_table = operands.page_table
+    present = operands
     if new.tables is not None:
         page_table, seqused_k = new.tables()
         operands = operands._replace(page_table=page_table, seqused_k=seqused_k)
@@ -276,13 +279,13 @@ def check_contents(
                 )
     problem = describe_cached_call(operands, options, serving.batch_invariant)
     num_new = 0 if k_new is None or k_new.dim() < 4 else k_new.shape[1]
-    check_cache_contents(problem, operands, present_table, num_new)
+    check_cache_contents(problem, operands, present.page_table, num_new)
     rows = range(problem.batch) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     if rotary is not None:
         check_positions(rotary, max((used[row] for row in rows), default=0))
     if serving.shared_prefix:
-        _check_prefix(problem, operands, serving.shared_prefix)
+        _check_prefix(problem, operands, present, serving.shared_prefix)
 
 
 def check_apart_from_new(
@@ -439,23 +442,33 @@ def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
     return reasons
 
 
-def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_prefix: int) -> None:
+def _check_prefix(
+    problem: AttentionProblem, operands: CachedOperands, present: CachedOperands, shared_prefix: int
+) -> None:
     """Raises InvalidInput naming the first sequence whose beginning differs from the first sequence's, page by page, or
-    that is too short for queries after the prefix."""
+    that is too short for queries after the prefix.
+
+    Args:
+        operands: with the page table and the lengths that the call will see.
+        present: with those before the call. The call's append copies a shared page that it writes to, so its sequences
+            have the same tokens in different pages afterward.
+    """
     rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     seqlens_q = [problem.seqlen_q] * problem.batch
     if operands.cu_seqlens_q is not None:
         seqlens_q = operands.cu_seqlens_q.diff().tolist()
     pages = -(-shared_prefix // problem.page_size)
-    table = operands.page_table[:, :pages].tolist()
+    table, before = (t.page_table[:, :pages].tolist() for t in (operands, present))
+    held = present.seqused_k.tolist()
     for row, seqlen_q in zip(rows, seqlens_q, strict=True):
         if used[row] - seqlen_q < shared_prefix - 1:
             raise InvalidInput(
                 f"row {row} has {used[row]} tokens, {seqlen_q} of them queries; shared_prefix={shared_prefix} must lie "
                 "before them"
             )
-        if table[row] != table[rows[0]]:
+        shared_before = before[row] == before[rows[0]] and min(held[row], held[rows[0]]) >= shared_prefix
+        if table[row] != table[rows[0]] and not shared_before:
             raise InvalidInput(f"rows {rows[0]} and {row} do not share the pages of their first {shared_prefix} tokens")
 
 
