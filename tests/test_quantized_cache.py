@@ -360,6 +360,7 @@ def test_float8_needs_a_gpu_that_has_it() -> None:
 
 def refuse_device() -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(cache_descales, "current_gpu", lambda device: Gpu.for_arch("sm_80"))
         PagedKVCache(**SIZES | {"dtype": torch.float8_e4m3fn, "device": "cuda"})
 

@@ -24,7 +24,7 @@ from warpwave.checks import (
     describe_cached_call,
 )
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu, present_device
 from warpwave.kernels import descales
 from warpwave.kernels.family import Family
 from warpwave.kv_cache import (
@@ -126,9 +126,10 @@ def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | Non
         InvalidInput, InvalidType: the arguments do not determine it, or contradict each other.
     """
     if cu_seqlens_q is None:
-        if seqlens_q is not None:
-            raise InvalidInput("seqlens_q was given without cu_seqlens_q; packed queries need both")
-        return max_seqlen_q or 0
+        for name, value in (("seqlens_q", seqlens_q), ("max_seqlen_q", max_seqlen_q)):
+            if value is not None:
+                raise InvalidInput(f"{name} was given without cu_seqlens_q; only packed queries have it")
+        return 0
     if seqlens_q is None:
         if max_seqlen_q is None:
             raise InvalidInput("cu_seqlens_q was given without max_seqlen_q; give it or seqlens_q, as host integers")
@@ -503,9 +504,7 @@ def warmup(
         raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")
     if as_int("workers", workers) < 1:
         raise InvalidInput(f"workers is {workers}; it must be at least 1")
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"device is {device}, and there is no GPU; pass device='cpu'")
+    device = present_device(device)
     if device == torch.device("cuda"):  # threads begin with device 0
         device = torch.device("cuda", torch.cuda.current_device())
     kernel, config, num_splits = options.get("kernel", "auto"), options.get("config"), options.get("num_splits")

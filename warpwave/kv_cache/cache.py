@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from warpwave.checks import bind_axes
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
 from warpwave.kv_cache import pools
@@ -76,7 +77,7 @@ class PagedKVCache:
         seqused_k: int32 (max_batch,), on the device; 0 for rows without a sequence.
 
     Raises:
-        InvalidInput, InvalidType: a size or dtype that no cache can have.
+        InvalidInput, InvalidType: a size or dtype that no cache can have, or `device` is a GPU and there is none.
 
     Note:
         A method that raises changes nothing: neither the host's records nor the device's tables nor a token. A cache
@@ -455,7 +456,8 @@ class PagedKVCache:
                 raise InvalidType(f"{what} is a {type(tensor).__name__}; it must be a torch.Tensor")
         packed = counts is not None
         if counts is not None:
-            check_counts(name, counts, len(k_new) if k_new.dim() else 0, "k_new")
+            bind_axes("k_new", k_new, "total num_heads_kv head_dim", {})
+            check_counts(name, counts, len(k_new), "k_new")
         else:
             counts = [k_new.shape[1] if k_new.dim() > 1 else 0] * len(rows)
         sequences = self._check_growth(rows, counts)
