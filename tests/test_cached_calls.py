@@ -282,11 +282,24 @@ def test_a_refused_number_does_not_serve_its_equal() -> None:
     ):  # fmt: skip
         for value in (wrong, right, right, wrong):
             call: dict[str, Any] = {"q": q, "cache": cache, "rows": [0], name: value}
+            if name == "max_seqlen_q":
+                call |= {"q": q[0], "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)}
             if value is wrong:
                 with pytest.raises(TypeError, match=name):
                     attention_with_kv_cache(**call)
             else:
                 attention_with_kv_cache(**call)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_seqlen_q", 1), ("seqlens_q", [1])])
+def test_lengths_of_packed_queries_are_refused_without_offsets(name: str, value: Any) -> None:
+    """A dense call ignored max_seqlen_q."""
+    cache, new = two_rows(), tokens(1, 1, 2, 8)
+    before = cache.lengths
+    wrong: dict[str, Any] = {name: value}
+    with pytest.raises(InvalidInput, match=f"{name} was given without cu_seqlens_q"):
+        attention_with_kv_cache(new, cache, rows=[0], k_new=new, v_new=new, **wrong)
+    assert cache.lengths == before
 
 
 def test_warmup_makes_the_plans_of_a_server() -> None:

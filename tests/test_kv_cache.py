@@ -222,7 +222,7 @@ def test_truncate_and_evict() -> None:
         attention_with_kv_cache(tokens(1, 2, 2, 8), cache, rows=[a], window_size=(0, 0))
     empty = next(row for row in range(cache.max_batch) if row not in cache.rows)
     assert not attention_with_kv_cache(q, cache, rows=[empty], max_seqlen_k=4).any(), "a row without a sequence"
-    with pytest.raises(InvalidInput, match="max_seqlen_k is 4 and row 0 has 13 tokens"):
+    with pytest.raises(InvalidInput, match="max_seqlen_k is 4 and row 0 has 13 tokens; it must be at least 13"):
         attention_with_kv_cache(q, cache, rows=[a], window_size=(0, 0), max_seqlen_k=4)
     with pytest.raises(InvalidInput, match="max_seqlen_k is 13 and row 0 has 14 tokens"):
         new = tokens(1, 1, 2, 8)
@@ -377,17 +377,32 @@ def test_tables_never_move() -> None:
     assert cache.index(rows) is cache.index(rows)
 
 
-def test_a_shared_prefix_before_what_is_appended_is_accepted() -> None:
+@pytest.mark.parametrize("shared", [8, 7])  # of 7 tokens, the append writes to the last shared page, a copy of it
+def test_a_shared_prefix_before_what_is_appended_is_accepted(shared: int) -> None:
     cache = make()
     first = cache.add()
-    append(cache, first, 8)
+    append(cache, first, shared)
     rows = [first, cache.fork(first)]
+    assert cache.shared_prefix(rows) == shared
     new = tokens(2, 3, 2, 8)
     out = attention_with_kv_cache(
-        new, cache, rows=rows, k_new=new, v_new=new, causal=True, shared_prefix=8, checked=True
+        new, cache, rows=rows, k_new=new, v_new=new, causal=True, shared_prefix=shared, checked=True
     )
     # On a GPU, the prefix and the rest are merged in another order than splits of all keys.
     torch.testing.assert_close(out, attention_with_kv_cache(new, cache, rows=rows, causal=True))
+
+
+def test_a_shared_prefix_into_what_is_appended_is_refused() -> None:
+    cache = make()
+    first = cache.add()
+    append(cache, first, 5)
+    rows = [first, cache.fork(first)]
+    new = tokens(2, 3, 2, 8)
+    with pytest.raises(InvalidInput, match="do not share the pages of their first 7 tokens"):
+        attention_with_kv_cache(
+            new[:, :1], cache, rows=rows, k_new=new, v_new=new, causal=True, shared_prefix=7, checked=True
+        )
+    check_books(cache)
 
 
 def test_layers_share_tables() -> None:
@@ -395,6 +410,8 @@ def test_layers_share_tables() -> None:
     row = cache.add()
     with pytest.raises(InvalidInput, match="has 2 layers"):
         _ = cache.k
+    with pytest.raises(InvalidInput, match="after extend if tokens are appended"):
+        cache.append([row], tokens(1, 6, 2, 8), tokens(1, 6, 2, 8))
     for n in (6, 1):
         cache.extend([row], n)
         for i, layer in enumerate(cache.layers):

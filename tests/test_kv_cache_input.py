@@ -44,6 +44,8 @@ from warpwave import CacheLayer, InvalidInput, InvalidType, Rotary, attention_wi
             [0], tokens(3, 2, 8), tokens(3, 2, 8), counts=[2])),
         (InvalidInput, r"counts\[0\] is -3; it must be at least 0", lambda c: c.append(
             [0], tokens(3, 2, 8), tokens(3, 2, 8), counts=[-3])),
+        (InvalidInput, r"k_new has shape \(1, 3, 2, 8\), 4 axes; it must have 3", lambda c: c.append(
+            [0], tokens(1, 3, 2, 8), tokens(1, 3, 2, 8), counts=[3])),
         (InvalidInput, "cu_seqlens was given without counts", lambda c: c.append(
             [0], tokens(3, 2, 8), tokens(3, 2, 8), cu_seqlens=torch.zeros(2))),
         (InvalidType, "cu_seqlens is torch.int64", lambda c: c.append(
@@ -76,6 +78,12 @@ def test_bad_input(error: type[Exception], words: str, call: Any) -> None:
 def test_bad_sizes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make(**changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_cache_on_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(InvalidInput, match="device is cuda, and there is no GPU; pass device='cpu'"):
+        make(device="cuda")
 
 
 def test_integers_of_numpy_are_integers() -> None:

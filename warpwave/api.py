@@ -331,7 +331,7 @@ def attention_with_kv_cache(
             after the last offset belong to no sequence; their results are unspecified.
         seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. In that case
             they alone decide which tokens belong to which sequence, and the contents of cu_seqlens_q are not used.
-        max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None.
+        max_seqlen_q: the most queries of a sequence, with cu_seqlens_q only; the largest of seqlens_q if None.
         max_seqlen_k: the longest sequence that may occur, in tokens; the capacity of the page table if None. It
             determines the launch: for graphs leave it at the capacity; for a batch known to be short give a multiple of
             some hundreds, because each value makes another plan.
@@ -341,9 +341,9 @@ def attention_with_kv_cache(
         batch_invariant: split keys at fixed places, so that a sequence's result has the same bits alone and in a batch.
             Packed and dense calls differ from each other; each is invariant in itself. Above head_dim 256 the places
             also depend on the capacity of the page table, or on max_seqlen_k if it is given.
-        shared_prefix: tokens at the beginning of every sequence that are the same tokens in the same pages
-            (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: `split_kv` reads them once for the
-            batch, other kernels for each sequence.
+        shared_prefix: tokens at the beginning of every sequence that are the same tokens in the same pages before the
+            call (`PagedKVCache.fork`, `PagedKVCache.shared_prefix`), before all queries: `split_kv` reads them once for
+            the batch, other kernels for each sequence.
         checked: check offsets, lengths, rows and page ids first, which waits for the device, and raise InvalidInput
             naming the first wrong index; offsets that disagree with seqlens_q are wrong. Unchecked, wrong ones give
             unspecified values but stay inside the tensors.

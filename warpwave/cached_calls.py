@@ -24,7 +24,7 @@ from warpwave.checks import (
     describe_cached_call,
 )
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.gpu import Gpu, current_gpu
+from warpwave.gpu import Gpu, current_gpu, present_device
 from warpwave.kernels import descales
 from warpwave.kernels.family import Family
 from warpwave.kv_cache import (
@@ -86,7 +86,10 @@ def check_records(
                 f"and {count} queries at the end of its {length} tokens, the call needs them"
             )
         if max_seqlen_k and length > max_seqlen_k:
-            raise InvalidInput(f"max_seqlen_k is {max_seqlen_k} and row {row} has {length} tokens")
+            raise InvalidInput(
+                f"max_seqlen_k is {max_seqlen_k} and row {row} has {length} tokens; it must be at least {length}, or "
+                "None"
+            )
 
 
 def layer_of(cache: Any) -> CacheLayer:
@@ -123,9 +126,10 @@ def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | Non
         InvalidInput, InvalidType: the arguments do not determine it, or contradict each other.
     """
     if cu_seqlens_q is None:
-        if seqlens_q is not None:
-            raise InvalidInput("seqlens_q was given without cu_seqlens_q; packed queries need both")
-        return max_seqlen_q or 0
+        for name, value in (("seqlens_q", seqlens_q), ("max_seqlen_q", max_seqlen_q)):
+            if value is not None:
+                raise InvalidInput(f"{name} was given without cu_seqlens_q; only packed queries have it")
+        return 0
     if seqlens_q is None:
         if max_seqlen_q is None:
             raise InvalidInput("cu_seqlens_q was given without max_seqlen_q; give it or seqlens_q, as host integers")
@@ -263,7 +267,7 @@ def check_contents(
     Raises:
         InvalidInput: naming the first index that is wrong.
     """
-    present_table = operands.page_table
+    present = operands
     if new.tables is not None:
         page_table, seqused_k = new.tables()
         operands = operands._replace(page_table=page_table, seqused_k=seqused_k)
@@ -276,13 +280,13 @@ def check_contents(
                 )
     problem = describe_cached_call(operands, options, serving.batch_invariant)
     num_new = 0 if k_new is None or k_new.dim() < 4 else k_new.shape[1]
-    check_cache_contents(problem, operands, present_table, num_new)
+    check_cache_contents(problem, operands, present.page_table, num_new)
     rows = range(problem.batch) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     if rotary is not None:
         check_positions(rotary, max((used[row] for row in rows), default=0))
     if serving.shared_prefix:
-        _check_prefix(problem, operands, serving.shared_prefix)
+        _check_prefix(problem, operands, present, serving.shared_prefix)
 
 
 def check_apart_from_new(
@@ -439,23 +443,33 @@ def prefix_refusals(problem: AttentionProblem, shared_prefix: int) -> list[str]:
     return reasons
 
 
-def _check_prefix(problem: AttentionProblem, operands: CachedOperands, shared_prefix: int) -> None:
+def _check_prefix(
+    problem: AttentionProblem, operands: CachedOperands, present: CachedOperands, shared_prefix: int
+) -> None:
     """Raises InvalidInput naming the first sequence whose beginning differs from the first sequence's, page by page, or
-    that is too short for queries after the prefix."""
+    that is too short for queries after the prefix.
+
+    Args:
+        operands: with the page table and the lengths that the call will see.
+        present: with those before the call. The call's append copies a shared page that it writes to, so its sequences
+            have the same tokens in different pages afterward.
+    """
     rows = list(range(problem.batch)) if operands.rows is None else operands.rows.tolist()
     used = operands.seqused_k.tolist()
     seqlens_q = [problem.seqlen_q] * problem.batch
     if operands.cu_seqlens_q is not None:
         seqlens_q = operands.cu_seqlens_q.diff().tolist()
     pages = -(-shared_prefix // problem.page_size)
-    table = operands.page_table[:, :pages].tolist()
+    table, before = (t.page_table[:, :pages].tolist() for t in (operands, present))
+    held = present.seqused_k.tolist()
     for row, seqlen_q in zip(rows, seqlens_q, strict=True):
         if used[row] - seqlen_q < shared_prefix - 1:
             raise InvalidInput(
                 f"row {row} has {used[row]} tokens, {seqlen_q} of them queries; shared_prefix={shared_prefix} must lie "
                 "before them"
             )
-        if table[row] != table[rows[0]]:
+        shared_before = before[row] == before[rows[0]] and min(held[row], held[rows[0]]) >= shared_prefix
+        if table[row] != table[rows[0]] and not shared_before:
             raise InvalidInput(f"rows {rows[0]} and {row} do not share the pages of their first {shared_prefix} tokens")
 
 
@@ -490,9 +504,7 @@ def warmup(
         raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")
     if as_int("workers", workers) < 1:
         raise InvalidInput(f"workers is {workers}; it must be at least 1")
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"device is {device}, and there is no GPU; pass device='cpu'")
+    device = present_device(device)
     if device == torch.device("cuda"):  # threads begin with device 0
         device = torch.device("cuda", torch.cuda.current_device())
     kernel, config, num_splits = options.get("kernel", "auto"), options.get("config"), options.get("num_splits")

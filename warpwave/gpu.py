@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from warpwave.errors import InvalidInput
+
 if TYPE_CHECKING:
     import torch
 
@@ -123,6 +125,20 @@ def current_gpu(device: torch.device) -> Gpu:
     import torch
 
     return _cuda_gpu(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def present_device(device: torch.device | str) -> torch.device:
+    """Returns a device on which tensors will be allocated.
+
+    Raises:
+        InvalidInput: it is a GPU, and there is none.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"device is {device}, and there is no GPU; pass device='cpu'")
+    return device
 
 
 @functools.cache

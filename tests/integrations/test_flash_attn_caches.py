@@ -252,6 +252,14 @@ def test_a_cache_is_unchanged_by_a_refused_call(tokens_new: int) -> None:
         wanting.sum().backward()
 
 
+def test_max_seqlen_q_of_dense_queries_is_ignored() -> None:
+    """As in FlashAttention-3."""
+    k_cache, v_cache = torch.randn(2, 2, 16, 2, 16)
+    q = torch.randn(2, 3, 4, 16)
+    call: Any = functools.partial(flash_attn_3.flash_attn_with_kvcache, q, k_cache, v_cache, causal=True)
+    assert torch.equal(call(max_seqlen_q=1), call())
+
+
 @pytest.mark.parametrize("page", [-1, 99])
 def test_new_tokens_without_a_page_are_not_written(page: int) -> None:
     pool = torch.randn(2, 6, 4, 2, 16)

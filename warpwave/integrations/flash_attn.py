@@ -269,7 +269,7 @@ def _with_kvcache(
     if cos is not None or sin is not None:
         _check_rotary(function, q, k, cos, sin, cache_leftpad, said, cu_seqlens_q)
     if cu_seqlens_q is None:
-        batch = len(q)
+        batch, max_seqlen_q = len(q), None
     else:
         batch = len(cu_seqlens_q) - 1
         max_seqlen_q = len(q) if max_seqlen_q is None else host_int("max_seqlen_q", max_seqlen_q)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from warpwave.checks import bind_axes
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
 from warpwave.kv_cache import pools
@@ -38,7 +39,13 @@ from warpwave.options import as_int
 from warpwave.runtime.bounded import Bounded
 
 MAX_INDICES = 256  # row tensors kept for repeated calls with the same rows
+FLOAT8 = torch.float8_e4m3fn  # the one float8 dtype that a pool may have
 ALIGNMENT = 64  # int32 numbers in 256 bytes: kernels are compiled for addresses that are multiples of 16
+
+
+def _seen_as(t: torch.Tensor | None, dtype: torch.dtype, other: torch.dtype) -> torch.Tensor | None:
+    """Returns a tensor of one dtype as a view of another dtype of the same size, and any other tensor as it is."""
+    return t.view(other) if t is not None and t.dtype == dtype else t
 
 
 class PagedKVCache:
@@ -70,7 +77,7 @@ class PagedKVCache:
         seqused_k: int32 (max_batch,), on the device; 0 for rows without a sequence.
 
     Raises:
-        InvalidInput, InvalidType: a size or dtype that no cache can have.
+        InvalidInput, InvalidType: a size or dtype that no cache can have, or `device` is a GPU and there is none.
 
     Note:
         A method that raises changes nothing: neither the host's records nor the device's tables nor a token. A cache
@@ -149,16 +156,19 @@ class PagedKVCache:
         return tables[: self.max_batch * self._columns].view(self.max_batch, -1), tables[self._lengths_at :]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
+        state = {
             name: value
             for name, value in vars(self).items()
             if name not in ("page_table", "seqused_k", "layers", "_indices")  # pickle would copy them
         }
+        # torch cannot load pickles of float8 tensors; no pool has the dtype uint8.
+        return state | {"_pools": [(*(_seen_as(t, FLOAT8, torch.uint8) for t in pool),) for pool in self._pools]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
         def changeable(t: Any) -> Any:
+            t = _seen_as(t, torch.uint8, FLOAT8)
             return t.clone() if t is not None and t.is_inference() else t
 
         with torch.inference_mode(False):  # tensors that were copied or read in that mode can be changed only there
@@ -173,7 +183,10 @@ class PagedKVCache:
     def layer(self) -> CacheLayer:
         """The layer of a one-layer cache."""
         if len(self.layers) != 1:
-            raise InvalidInput(f"the cache has {len(self.layers)} layers; pass one of them, cache.layers[i]")
+            raise InvalidInput(
+                f"the cache has {len(self.layers)} layers; use one of them, cache.layers[i], after extend if tokens "
+                "are appended"
+            )
         return self.layers[0]
 
     @property
@@ -443,7 +456,8 @@ class PagedKVCache:
                 raise InvalidType(f"{what} is a {type(tensor).__name__}; it must be a torch.Tensor")
         packed = counts is not None
         if counts is not None:
-            check_counts(name, counts, len(k_new) if k_new.dim() else 0, "k_new")
+            bind_axes("k_new", k_new, "total num_heads_kv head_dim", {})
+            check_counts(name, counts, len(k_new), "k_new")
         else:
             counts = [k_new.shape[1] if k_new.dim() > 1 else 0] * len(rows)
         sequences = self._check_growth(rows, counts)

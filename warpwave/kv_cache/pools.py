@@ -8,6 +8,7 @@ import torch
 
 from warpwave.checks import DTYPE_NAMES
 from warpwave.errors import InvalidInput, InvalidType
+from warpwave.gpu import present_device
 from warpwave.kernels import cache_descales, descales
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -27,13 +28,13 @@ def check_given(
     Raises:
         InvalidType: the dtype is none that a cache can have, or a factor is not a float32 tensor.
         InvalidInput: one factor was given without the other, or has a wrong shape or a value that is not positive and
-            finite.
+            finite; or the device is a GPU and there is none.
         UnsupportedProblem: the device has no float8.
     """
     known = (*DTYPE_NAMES, *cache_descales.DTYPES)
     if dtype not in known:
         raise InvalidType(f"dtype is {dtype}; it must be one of {', '.join(map(str, known))}")
-    cache_descales.check_device(dtype, torch.device(device))
+    cache_descales.check_device(dtype, present_device(device))
     named = dict(zip(("k_descale", "v_descale"), given, strict=True))
     if dtype not in cache_descales.DTYPES and any(factor is not None for factor in given):
         raise InvalidInput(f"k_descale or v_descale was given and dtype is {dtype}; only 8-bit caches have factors")
