@@ -98,6 +98,7 @@ WRONG_TYPE: list[Row] = [
     ("a word as the longest sequence", lambda: call(max_seqlen_k="32"), ["max_seqlen_k", "'32'", "integer"]),
     ("a truth as splits", lambda: call(num_splits=True), ["num_splits", "True", "integer"]),
     ("no prefix at all", lambda: call(shared_prefix=None), ["shared_prefix", "None", "integer"]),
+    ("an empty word as checked", lambda: call(checked=""), ["checked is ''", "True or False"]),
     ("a number as invariance", lambda: call(batch_invariant=1), ["batch_invariant", "1", "True or False"]),
     ("one number as rows", lambda: call(rows=5), ["rows", "5", "sequence of integers"]),
     ("fractional rows", lambda: call(rows=[0, 1.5]), ["row", "1.5", "integer"]),
