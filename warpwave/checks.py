@@ -566,6 +566,7 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
             dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
+            hint = "; a boolean mask goes in mask=" if name == "bias" and tensor.dtype == torch.bool else hint
             raise InvalidType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}{hint}")
 
 

@@ -68,7 +68,7 @@ WRONG_TYPE: list[Row] = [
     ("v of another dtype", lambda: dense(v=ones(2, 7, 2, 16, dtype=torch.float32)), ["v", "float32", "float16"]),
     ("integer mask", lambda: dense(mask=ones(2, 4, 5, 7, dtype=torch.uint8)), ["mask", "uint8", "bool"]),
     ("additive mask", lambda: dense(mask=ones(2, 4, 5, 7)), ["mask", "float16", "bool", "bias="]),
-    ("boolean bias", lambda: dense(bias=ones(2, 4, 5, 7, dtype=torch.bool)), ["bias", "bool", "float16", "float32"]),
+    ("boolean bias", lambda: dense(bias=ones(2, 4, 5, 7, dtype=torch.bool)), ["bias", "float16", "float32", "mask="]),
     ("bias of the third dtype", lambda: dense(bias=ones(2, 4, 5, 7, dtype=torch.bfloat16)), ["bias", "bfloat16"]),
     ("half slopes", lambda: dense(alibi_slopes=ones(4)), ["alibi_slopes", "float16", "float32"]),
     ("sinks of a third dtype", lambda: dense(sinks=ones(4, dtype=torch.bfloat16)), ["sinks", "bfloat16", "float32"]),
