@@ -126,6 +126,7 @@ WRONG_VALUE: list[Row] = [
     ("packed without the longest", lambda: packed(max_seqlen_q=None), ["max_seqlen_q", "seqlens_q"]),
     ("host lengths alone", lambda: call(seqlens_q=[3, 3]), ["seqlens_q", "cu_seqlens_q"]),
     ("no splits", lambda: call(num_splits=0), ["num_splits", "0", "at least 1"]),
+    ("more splits than fit", lambda: call(num_splits=2**40), ["num_splits", str(2**40), "at most 65536"]),
     ("splits, invariant", lambda: call(num_splits=2, batch_invariant=True), ["num_splits", "batch_invariant"]),
     ("splits beside a config", lambda: call(
         num_splits=2, kernel="split_kv", config=split_kv.Config(16, 16, 4, 1)), ["num_splits", "config"]),
