@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import bias as causal_biases
 
 import warpwave
@@ -267,6 +268,16 @@ def test_a_context_routes_and_restores() -> None:
         return served(by_name) and (depth == 0 or decorated(depth - 1))
 
     assert decorated(2) and F.scaled_dot_product_attention is TORCHS
+
+
+def test_a_selected_backend_of_torch_changes_nothing(none_declined: None) -> None:
+    """Here a backend that torch has not on a CPU, and a call of which eager computes the dropout."""
+    q = torch.randn(1, 2, 8, 16)
+    with pytorch.sdpa(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        torch.manual_seed(0)
+        found = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(found, mine_of((q, q, q), dropout_p=0.5))
 
 
 def test_contexts_of_threads_overlap() -> None:
