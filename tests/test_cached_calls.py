@@ -289,6 +289,18 @@ def test_a_refused_number_does_not_serve_its_equal() -> None:
                 attention_with_kv_cache(**call)
 
 
+def test_the_shape_of_dense_queries_wins_over_max_seqlen_q() -> None:
+    cache, q = two_rows(), tokens(1, 3, 2, 8)
+    new = tokens(1, 3, 2, 8)
+    expected = attention_with_kv_cache(q, cache, rows=[0], causal=True)
+    assert torch.equal(attention_with_kv_cache(q, cache, rows=[0], causal=True, max_seqlen_q=1), expected)
+    said: dict[str, Any] = {"rows": [0], "k_new": new, "v_new": new, "causal": True}
+    expected = attention_with_kv_cache(q, two_rows(), **said)
+    assert torch.equal(attention_with_kv_cache(q, two_rows(), max_seqlen_q=1, **said), expected)
+    with pytest.raises(InvalidInput, match="max_seqlen_q is -1"):
+        attention_with_kv_cache(q, cache, rows=[0], max_seqlen_q=-1)
+
+
 def test_warmup_makes_the_plans_of_a_server() -> None:
     problems = [
         AttentionProblem(

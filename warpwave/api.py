@@ -331,7 +331,8 @@ def attention_with_kv_cache(
             after the last offset belong to no sequence; their results are unspecified.
         seqlens_q: the same lengths as host integers; needed to append packed tokens to a `PagedKVCache`. In that case
             they alone decide which tokens belong to which sequence, and the contents of cu_seqlens_q are not used.
-        max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None.
+        max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; the largest of seqlens_q if None. Without
+            cu_seqlens_q the shape of q states it, and this argument is ignored.
         max_seqlen_k: the longest sequence that may occur, in tokens; the capacity of the page table if None. It
             determines the launch: for graphs leave it at the capacity; for a batch known to be short give a multiple of
             some hundreds, because each value makes another plan.

@@ -120,7 +120,8 @@ def index_of(cache: PagedKVCache | CacheLayer, rows: Sequence[int]) -> torch.Ten
 
 
 def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | None, max_seqlen_q: int | None) -> int:
-    """Returns the most queries of a sequence; 0 if they are not packed, because then their shape determines it.
+    """Returns the most queries of a sequence. If they are not packed, their shape determines it, and the caller's
+    number, or 0, is returned only to be checked.
 
     Raises:
         InvalidInput, InvalidType: the arguments do not determine it, or contradict each other.
