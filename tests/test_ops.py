@@ -14,9 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import warpwave
 from warpwave import ops, plans
 from warpwave.autograd import schema_tensors
+from warpwave.dispatch import KERNELS
 from warpwave.operands import AnyOperands, DropoutOperands, Operands
 from warpwave.options import Options
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
+from warpwave.workbench.hardware.catalog import resolve
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -465,6 +468,43 @@ def test_calls_without_memory_have_gradients_without_memory(is_packed: bool) -> 
             out, lse = warpwave.attention(q, k, v, sinks=sinks, dropout_p=0.1, return_lse=True)
         for t, grad in zip((k, sinks), torch.autograd.grad(out.sum() + lse.sum(), (k, sinks)), strict=True):
             assert grad.is_meta and grad.shape == t.shape and grad.dtype == t.dtype
+
+
+def test_a_config_is_part_of_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compiled once; sizes of a config never become dynamic."""
+    eager: Any = next(kernel for kernel in KERNELS if kernel.NAME == "eager")
+    decoded: list[Any] = []
+
+    def decode(kernel: str, config: str) -> Any:
+        decoded.append(real(kernel, config))
+        return decoded[-1]
+
+    real = ops._decode_config
+    monkeypatch.setattr(ops, "_decode_config", decode)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def call(q: torch.Tensor, config: Any) -> torch.Tensor:
+        out: torch.Tensor = warpwave.attention(q, q, q, kernel="eager", config=config)
+        return out
+
+    compiled, q = torch.compile(call, fullgraph=True, backend=counter), qkv()[0].requires_grad_()
+    for block_m, block_n in ((16, 16), (4, 8), (32, 8), (16, 16)):
+        config = eager.Config(block_m, block_n)
+        found = compiled(q, config)
+        assert decoded[-1] == config
+        torch.testing.assert_close(found, call(q, config))
+        found.sum().backward()
+    assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.NAME)
+def test_configs_survive_the_operators_schema(kernel: Any) -> None:
+    problem = AttentionProblem(
+        batch=2, seqlen_q=64, seqlen_k=64, num_heads_q=2, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        dtype="float16", softmax_scale=0.125,
+    )  # fmt: skip
+    for config in kernel.configs(problem, resolve("h200")):
+        assert ops._decode_config(kernel.NAME, ops.encode_config(config)) == config
 
 
 # FLOP -----------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,7 +37,8 @@ def attend(
 
 
 def encode_config(config: Any) -> str:
-    """Returns a config in the form of the operator's schema: JSON, empty for None.
+    """Returns a config in the form of the operator's schema: a JSON object, empty for None. Dynamo cannot trace
+    `json.dumps`.
 
     Raises:
         InvalidType: it is not a config of any kernel.
@@ -45,7 +47,15 @@ def encode_config(config: Any) -> str:
         return ""
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise InvalidType(f"config is a {type(config).__name__}; it must be a Config of the kernel named, or None")
-    return json.dumps(dataclasses.asdict(config))
+    values = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return "{" + ", ".join([f'"{name}": {_encode(value)}' for name, value in values]) + "}"
+
+
+def _encode(value: int | bool | str) -> str:
+    """Returns a value of a config as JSON."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(operator.index(value))  # Dynamo makes it a constant
 
 
 def _decode_config(kernel: str, config: str) -> Any:
