@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gradients import paired
+from warpwave.errors import InvalidInput
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.peers.sdpa import operator_behind
+from warpwave.workbench.report.command import check_writable
 from warpwave.workbench.report.training import TrainingRun, write_training_page
 
 example: Any = importlib.import_module("examples.train")
@@ -223,8 +225,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=120, help="of the loss curves")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU; the times need one")
+    page = arguments.out / "train.html"
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        check_writable(page)
+    except (OSError, InvalidInput) as error:
+        parser.error(f"OUT: {error}")
     study = Study(arguments.seconds, arguments.rounds, example.FULL, torch.device("cuda"))
-    arguments.out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"sizes": asdict(study.sizes), "rows": [], "left_out": []}
     record |= {"unavailable": study.unavailable, "environment": environment.describe("cuda")}
 
@@ -239,7 +248,7 @@ def main() -> None:
             save()
             shown = [TrainingRun(r.attention, r.losses, r.tokens_per_second, r.peak_mib) for r in runs]
             title = f"{torch.cuda.get_device_name()}, 8 x 4096 tokens a step, packed, eager"
-            write_training_page(arguments.out / "train.html", title, shown)
+            write_training_page(page, title, shown)
         if study.left() < SECONDS[mode]:
             record["left_out"].append([context, batches, mode])
             continue

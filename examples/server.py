@@ -441,7 +441,8 @@ def seconds_to_serve(server: Server, requests: list[Request]) -> float:
 def main() -> None:
     """Trains, serves and checks; exits with code 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--requests", type=int, default=64, help="number of requests, all submitted at once")
     parser.add_argument("--tokens", type=int, default=0, help="tokens per request; 0: 48 on a CPU, else 256")
     parser.add_argument("--train-seconds", type=float, default=60.0)

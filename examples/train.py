@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from warpwave import attention, attention_varlen
+from warpwave import InvalidInput, attention, attention_varlen
 
 BYTES = 256  # the vocabulary: text is its UTF-8 bytes
 PEAK_RATE, WARMUP = 1e-3, 0.1  # the largest learning rate, and the part of the steps in which it is reached
@@ -292,7 +292,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", choices=[*ATTENTIONS, "both"], default="both")
     parser.add_argument("--batches", choices=["packed", "dense"], default="packed")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--device", choices=devices, default=devices[0])
     parser.add_argument("--steps", type=int, help="200 on a GPU, 30 on a CPU")
     parser.add_argument("--context", type=int, help="tokens of the longest sequence; 4096 on a GPU, 128 on a CPU")
     parser.add_argument("--rows", type=int, help="a step takes rows * context tokens; 32768 on a GPU, 512 on a CPU")
@@ -321,7 +322,10 @@ def main(given: list[str]) -> None:
         from warpwave.workbench.report.command import check_writable
         from warpwave.workbench.report.training import TrainingRun, write_training_page
 
-        check_writable(arguments.page)
+        try:
+            check_writable(arguments.page)
+        except InvalidInput as error:
+            raise SystemExit(f"--page: {error}") from None
     data = Data(arguments.rows, arguments.context, arguments.batches == "packed", device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     how = "compiled" * arguments.compile or "eager"

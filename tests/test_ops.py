@@ -9,13 +9,17 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import warpwave
 from warpwave import ops, plans
 from warpwave.autograd import schema_tensors
+from warpwave.dispatch import KERNELS
 from warpwave.operands import AnyOperands, DropoutOperands, Operands
 from warpwave.options import Options
+from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
+from warpwave.workbench.hardware.catalog import resolve
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -464,3 +468,84 @@ def test_calls_without_memory_have_gradients_without_memory(is_packed: bool) -> 
             out, lse = warpwave.attention(q, k, v, sinks=sinks, dropout_p=0.1, return_lse=True)
         for t, grad in zip((k, sinks), torch.autograd.grad(out.sum() + lse.sum(), (k, sinks)), strict=True):
             assert grad.is_meta and grad.shape == t.shape and grad.dtype == t.dtype
+
+
+def test_a_config_is_part_of_a_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compiled once; sizes of a config never become dynamic."""
+    eager: Any = next(kernel for kernel in KERNELS if kernel.NAME == "eager")
+    decoded: list[Any] = []
+
+    def decode(kernel: str, config: str) -> Any:
+        decoded.append(real(kernel, config))
+        return decoded[-1]
+
+    real = ops._decode_config
+    monkeypatch.setattr(ops, "_decode_config", decode)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def call(q: torch.Tensor, config: Any) -> torch.Tensor:
+        out: torch.Tensor = warpwave.attention(q, q, q, kernel="eager", config=config)
+        return out
+
+    compiled, q = torch.compile(call, fullgraph=True, backend=counter), qkv()[0].requires_grad_()
+    for block_m, block_n in ((16, 16), (4, 8), (32, 8), (16, 16)):
+        config = eager.Config(block_m, block_n)
+        found = compiled(q, config)
+        assert decoded[-1] == config
+        torch.testing.assert_close(found, call(q, config))
+        found.sum().backward()
+    assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.NAME)
+def test_configs_survive_the_operators_schema(kernel: Any) -> None:
+    problem = AttentionProblem(
+        batch=2, seqlen_q=64, seqlen_k=64, num_heads_q=2, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        dtype="float16", softmax_scale=0.125,
+    )  # fmt: skip
+    for config in kernel.configs(problem, resolve("h200")):
+        assert ops._decode_config(kernel.NAME, ops.encode_config(config)) == config
+
+
+# FLOP -----------------------------------------------------------------------------------------------------------------
+
+
+def counted(call: Callable[[], Any]) -> dict[str, int]:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    found = counter.get_flop_counts().get("Global", {})
+    return {str(operator).removeprefix("warpwave."): flops for operator, flops in found.items()}
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_the_flop_counter_counts_as_for_sdpa(heads_kv: int) -> None:
+    q = torch.randn(2, 33, 4, 16, requires_grad=True)
+    k, v = (torch.randn(2, 21, heads_kv, width, requires_grad=True) for width in (16, 24))
+    shapes: Any = [(2, 4, 33, 16), (2, heads_kv, 21, 16), (2, heads_kv, 21, 24)]
+    forward, backward = sdpa_flop_count(*shapes), sdpa_backward_flop_count((2, 4, 33, 24), *shapes)
+    both = {"attention": forward, "attention_backward": backward}
+    assert counted(lambda: warpwave.attention(q, k, v, causal=True).sum().backward()) == both
+    with torch.no_grad():
+        assert counted(lambda: warpwave.attention(q, k, v, out=torch.empty(2, 33, 4, 24))) == {"attention_out": forward}
+
+
+def test_the_flop_counter_counts_each_packed_sequence() -> None:
+    given = packed()
+    said: dict[str, Any] = {"cu_seqlens_q": given.cu_seqlens_q, "cu_seqlens_k": given.cu_seqlens_k}
+    q, k, v = (t.requires_grad_() for t in given[:3])
+    found = counted(
+        lambda: warpwave.attention_varlen(q, k, v, max_seqlen_q=35, max_seqlen_k=35, **said).sum().backward()
+    )
+    pairs = 4 * (7 * 7 + 33 * 33)
+    assert found == {"attention": 2 * pairs * 32, "attention_backward": 2 * pairs * 80}
+    meta = [t.detach().to("meta") for t in given[:3]]
+    said = {name: t.to("meta") for name, t in said.items()}
+    found = counted(lambda: warpwave.attention_varlen(*meta, max_seqlen_q=35, max_seqlen_k=35, **said))
+    assert found == {"attention": 2 * 3 * 4 * 35 * 35 * 32}, "lengths without contents are the greatest"
+
+
+def test_the_flop_counter_counts_quantized_calls() -> None:
+    x = warpwave.quantize(*qkv())
+    said: Any = {"q_descale": x.q_descale, "k_descale": x.k_descale, "v_descale": x.v_descale}
+    found = counted(lambda: warpwave.attention(x.q, x.k, x.v, **said))
+    assert found == {"quantized_attention": 2 * 2 * 4 * 33 * 33 * 32}

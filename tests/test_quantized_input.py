@@ -71,6 +71,9 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "out of float32": (lambda: changed(out_dtype=torch.float32), InvalidType, "out_dtype is torch.float32; it must be"),
     "out dtype in a list": (lambda: changed(out_dtype=[FP8]), InvalidType, r"out_dtype is \[torch.float8_e4m3fn\]"),
     "negative scale": (lambda: changed(softmax_scale=-1.0), InvalidInput, "negate q before it is quantized"),
+    "an error budget": (
+        lambda: changed(precision=1e-3), InvalidInput, r"precision is 0\.001.*; k is torch\.\w+: pass no precision$",
+    ),
     "gradients": (
         lambda: changed(q_descale=ones((), requires_grad=True)), UnsupportedProblem, "has no gradients",
     ),

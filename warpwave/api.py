@@ -169,7 +169,7 @@ def attention(
     # 1 == True, so the key includes the type of causal.
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
-    if checked and as_bool("checked", checked):
+    if checked is not False and as_bool("checked", checked):
         describe_call(settled(operands), options_of(operands, *said[:9]))
         _check_factors(operands)
     if out is not None:
@@ -258,7 +258,7 @@ def attention_varlen(
     if operands[7] is None or operands[8] is None:
         name = Operands._fields[7 if operands[7] is None else 8]
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
-    if checked and as_bool("checked", checked):
+    if checked is not False and as_bool("checked", checked):
         options = options_of(operands, *said[:9], *longest)
         describe_call(settled(operands), options)
         check_packed_lengths(operands, options)
@@ -335,9 +335,9 @@ def attention_with_kv_cache(
         max_seqlen_k: the longest sequence that may occur, in tokens; the capacity of the page table if None. It
             determines the launch: for graphs leave it at the capacity; for a batch known to be short give a multiple of
             some hundreds, because each value makes another plan.
-        num_splits: the number of splits of the keys, one block each; None for the closed form that `warpwave.explain`
-            prints. If it is given, `"auto"` does not take `"hopper/flash_fwd"`. Named kernels that split no keys ignore
-            it.
+        num_splits: the number of splits of the keys, one block each, from 1 to 65536; None for the closed form that
+            `warpwave.explain` prints. Each split of a row needs `4 * (head_dim_v + 2)` bytes of workspace. If it is
+            given, `"auto"` does not take `"hopper/flash_fwd"`. Named kernels that split no keys ignore it.
         batch_invariant: split keys at fixed places, so that a sequence's result has the same bits alone and in a batch.
             Packed and dense calls differ from each other; each is invariant in itself. Above head_dim 256 the places
             also depend on the capacity of the page table, or on max_seqlen_k if it is given.
@@ -375,12 +375,12 @@ def attention_with_kv_cache(
         and max_seqlen_q is max_seqlen_k is num_splits is None
         and softcap.__class__ is float
         and (softmax_scale is None or (softmax_scale.__class__ is float and softmax_scale >= 0))
-        and return_lse.__class__ is batch_invariant.__class__ is bool
+        and return_lse.__class__ is batch_invariant.__class__ is checked.__class__ is bool
         and shared_prefix.__class__ is int
     ):
         window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
         q, softmax_scale = with_positive_scale(q, softmax_scale)
-        batch_invariant = as_bool("batch_invariant", batch_invariant)
+        batch_invariant, checked = as_bool("batch_invariant", batch_invariant), as_bool("checked", checked)
         shared_prefix = as_int("shared_prefix", shared_prefix)
         max_seqlen_q = None if max_seqlen_q is None else as_int("max_seqlen_q", max_seqlen_q)
         max_seqlen_k = None if max_seqlen_k is None else as_int("max_seqlen_k", max_seqlen_k)
@@ -428,7 +428,7 @@ def attention_with_kv_cache(
         new = cached_calls.prepare_new(cache, operands, longest[0], rows, k_new, v_new, rotary, lengths)
         if out is not None:
             cached_calls.check_apart_from_new(out, operands, k_new, v_new, rotary, wanting)
-    if checked and as_bool("checked", checked):
+    if checked:
         cached_calls.check_contents(operands, new, options, serving, lengths, k_new, rotary)
     asked, operands = operands, new.operands  # they differ if queries are rotated; `recall` compares `asked`
     if run is None:

@@ -42,6 +42,9 @@ from warpwave.options import Options, as_int
 from warpwave.problem import AttentionProblem
 
 append_kv, split_kv = Family("append_kv"), dispatch.split_kv
+# The largest num_splits of a call: 16 keys in each split of a million. At head_dim_v 128, the partial results of one
+# row then take 34 MB.
+MAX_SPLITS = 65_536
 
 
 class Serving(NamedTuple):
@@ -120,7 +123,7 @@ def index_of(cache: PagedKVCache | CacheLayer, rows: Sequence[int]) -> torch.Ten
 
 
 def longest_query(q: torch.Tensor, cu_seqlens_q: Any, seqlens_q: list[int] | None, max_seqlen_q: int | None) -> int:
-    """Returns the most queries of a sequence; 0 if they are not packed, because then their shape determines it.
+    """Returns the most queries of a sequence; 0 if they are not packed, because their shape determines it.
 
     Raises:
         InvalidInput, InvalidType: the arguments do not determine it, or contradict each other.
@@ -158,8 +161,10 @@ def check(operands: CachedOperands, options: Options, serving: Serving) -> Atten
 def _check_splits(serving: Serving) -> None:
     """Raises InvalidInput if no call can have the number of splits."""
     if serving.num_splits is not None:
-        if serving.num_splits < 1:
-            raise InvalidInput(f"num_splits is {serving.num_splits}; it must be at least 1, or None")
+        if not 1 <= serving.num_splits <= MAX_SPLITS:
+            raise InvalidInput(
+                f"num_splits is {serving.num_splits}; it must be at least 1 and at most {MAX_SPLITS}, or None"
+            )
         if serving.batch_invariant:
             raise InvalidInput("num_splits was given with batch_invariant=True, which splits by a sequence's length")
 

@@ -158,7 +158,7 @@ def _fields_of_all_calls(
         "has_sinks": operands.sinks is not None,
         "total_q": size.get("total_q", 0),
         "return_lse": options.return_lse,
-        **_precision(options, operands.q.dtype),
+        **_precision(options, operands),
     }
 
 
@@ -566,6 +566,7 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
             dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         if tensor.dtype not in dtypes:
             hint = "; an additive mask goes in bias=" if name == "mask" and tensor.is_floating_point() else ""
+            hint = "; a boolean mask goes in mask=" if name == "bias" and tensor.dtype == torch.bool else hint
             raise InvalidType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}{hint}")
 
 
@@ -595,9 +596,10 @@ def _check_scalars(scale: float, softcap: float, window: tuple[int, int]) -> Non
         raise InvalidInput(f"window_size is {window}; each side must be at least -1 (-1 is unlimited)")
 
 
-def _precision(options: Options, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the fields of the problem that define how float32 products are computed; 16-bit inputs leave no
+def _precision(options: Options, operands: AnyOperands | CachedOperands) -> dict[str, Any]:
+    """Returns the fields of the problem that define how float32 products are computed; other inputs leave no
     choice."""
+    dtype = operands.q.dtype
     if options.precision in PRECISIONS:
         return {"precision": options.precision if dtype == torch.float32 else "default"}
     try:
@@ -607,8 +609,10 @@ def _precision(options: Options, dtype: torch.dtype) -> dict[str, Any]:
     if not 0 < budget < 1:
         spell_precision(options.precision)
     if dtype != torch.float32:
+        is_quantized = operands.k.dtype in descales.QUANTIZED  # or on a cache of 8 bits
+        found = f"k is {operands.k.dtype}" if is_quantized else f"q is {dtype}, which rounds each number of out"
+        remedy = "pass no precision" if is_quantized else "pass q.float(), k.float() and v.float(), or no precision"
         raise InvalidInput(
-            f"precision is {budget:g}, an error budget, which float32 inputs can keep; q is {dtype}, which rounds each "
-            "number of out: pass q.float(), k.float() and v.float(), or no precision"
+            f"precision is {budget:g}, an error budget, which float32 inputs can keep; {found}: {remedy}"
         )
     return {"error_budget": budget}

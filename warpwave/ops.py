@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from warpwave import autograd, dispatch
 from warpwave.autograd import NUM_OPTIONS, NUM_TENSORS, absent
@@ -35,7 +37,8 @@ def attend(
 
 
 def encode_config(config: Any) -> str:
-    """Returns a config in the form of the operator's schema: JSON, empty for None.
+    """Returns a config in the form of the operator's schema: a JSON object, empty for None. Dynamo cannot trace
+    `json.dumps`.
 
     Raises:
         InvalidType: it is not a config of any kernel.
@@ -44,7 +47,15 @@ def encode_config(config: Any) -> str:
         return ""
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise InvalidType(f"config is a {type(config).__name__}; it must be a Config of the kernel named, or None")
-    return json.dumps(dataclasses.asdict(config))
+    values = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return "{" + ", ".join([f'"{name}": {_encode(value)}' for name, value in values]) + "}"
+
+
+def _encode(value: int | bool | str) -> str:
+    """Returns a value of a config as JSON."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(operator.index(value))  # Dynamo makes it a constant
 
 
 def _decode_config(kernel: str, config: str) -> Any:
@@ -209,3 +220,39 @@ torch.library.register_autograd(
     "warpwave::attention", autograd.differentiate, setup_context=autograd.save, lib=_library
 )
 torch.library.register_autograd("warpwave::attention_backward", autograd.no_second_derivative, lib=_library)
+
+
+# FLOP for torch.utils.flop_counter, by the formulas of torch's SDPA: masks are not considered -------------------------
+
+
+def _pairs(operands: AnyOperands, options: Options) -> int:
+    """Returns the pairs of a query and a key, over all heads. Offsets are read, which waits for the device; offsets
+    without contents stand for sequences of the greatest lengths."""
+    q, k, offsets_q, offsets_k = operands.q, operands.k, operands.cu_seqlens_q, operands.cu_seqlens_k
+    if offsets_q is None or offsets_k is None:
+        return q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+    if any(type(t) is not torch.Tensor or t.device.type == "meta" for t in (offsets_q, offsets_k)):
+        return (offsets_q.shape[0] - 1) * q.shape[1] * options.max_seqlen_q * options.max_seqlen_k
+    lengths = zip(offsets_q.diff().tolist(), offsets_k.diff().tolist(), strict=True)
+    return q.shape[1] * sum(seqlen_q * seqlen_k for seqlen_q, seqlen_k in lengths)
+
+
+def _flops(split: Split, *arguments: Any, out_val: Any) -> int:
+    operands, options = split(arguments)
+    return 2 * _pairs(operands, options) * (operands.q.shape[-1] + operands.v.shape[-1])
+
+
+def _flops_backward(dout: Any, dlse: Any, out: Any, lse: Any, wanted: list[bool], *rest: Any, out_val: Any) -> int:
+    """The scores again, dP, and the gradients of q, k and v, wanted or not."""
+    operands, options = _split(rest, is_fake=True)
+    return 2 * _pairs(operands, options) * (3 * operands.q.shape[-1] + 2 * operands.v.shape[-1])
+
+
+_ours = torch.ops.warpwave
+register_flop_formula([_ours.attention, _ours.attention_out], get_raw=True)(
+    partial(_flops, partial(_split, is_fake=True))
+)
+register_flop_formula([_ours.quantized_attention, _ours.quantized_attention_out], get_raw=True)(
+    partial(_flops, _split_quantized)
+)
+register_flop_formula(_ours.attention_backward, get_raw=True)(_flops_backward)

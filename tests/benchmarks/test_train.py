@@ -73,6 +73,20 @@ def test_curves_begin_alike_and_the_first_two_are_never_left_out(study: train.St
     assert study.unavailable["flash_attention_4, loss curve"] == "no time left"
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "said"), [(False, "torch sees no GPU"), (True, "train.html already exists and is not a report")]
+)
+def test_what_cannot_run_is_a_sentence(
+    has_gpu: bool, said: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.html").write_text("mine")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(sys, "argv", ["train", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
 def test_an_absent_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     study = train.Study(1.0, 1, train.example.SMALL, torch.device("cpu"))

@@ -98,6 +98,7 @@ WRONG_TYPE: list[Row] = [
     ("a word as the longest sequence", lambda: call(max_seqlen_k="32"), ["max_seqlen_k", "'32'", "integer"]),
     ("a truth as splits", lambda: call(num_splits=True), ["num_splits", "True", "integer"]),
     ("no prefix at all", lambda: call(shared_prefix=None), ["shared_prefix", "None", "integer"]),
+    ("an empty word as checked", lambda: call(checked=""), ["checked is ''", "True or False"]),
     ("a number as invariance", lambda: call(batch_invariant=1), ["batch_invariant", "1", "True or False"]),
     ("one number as rows", lambda: call(rows=5), ["rows", "5", "sequence of integers"]),
     ("fractional rows", lambda: call(rows=[0, 1.5]), ["row", "1.5", "integer"]),
@@ -125,6 +126,7 @@ WRONG_VALUE: list[Row] = [
     ("packed without the longest", lambda: packed(max_seqlen_q=None), ["max_seqlen_q", "seqlens_q"]),
     ("host lengths alone", lambda: call(seqlens_q=[3, 3]), ["seqlens_q", "cu_seqlens_q"]),
     ("no splits", lambda: call(num_splits=0), ["num_splits", "0", "at least 1"]),
+    ("more splits than fit", lambda: call(num_splits=2**40), ["num_splits", str(2**40), "at most 65536"]),
     ("splits, invariant", lambda: call(num_splits=2, batch_invariant=True), ["num_splits", "batch_invariant"]),
     ("splits beside a config", lambda: call(
         num_splits=2, kernel="split_kv", config=split_kv.Config(16, 16, 4, 1)), ["num_splits", "config"]),

@@ -294,6 +294,18 @@ def test_what_would_not_fit_is_refused_where_the_host_knows_it() -> None:
     assert k_cache.any()
 
 
+@pytest.mark.parametrize("version", ["2", "3"])
+@pytest.mark.parametrize("row", [3, -1, -9])
+def test_an_index_that_is_no_row_of_the_cache_is_named(version: str, row: int) -> None:
+    function: Any = (flash_attn if version == "2" else flash_attn_3).flash_attn_with_kvcache
+    k_cache, v_cache = torch.zeros(2, 3, 16, 2, 16)
+    q, new = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16)
+    at = torch.tensor([1, row])
+    with pytest.raises(warpwave.InvalidInput, match=rf"cache_batch_idx\[1\] is {row}; the cache has 3 rows"):
+        function(q, k_cache, v_cache, new, new, cache_seqlens=4, cache_batch_idx=at)
+    assert not k_cache.any() and not v_cache.any()
+
+
 @pytest.mark.parametrize("length", [64, 63, 1])
 def test_a_slice_of_a_longer_cache_is_read_in_place(length: int) -> None:
     whole = torch.randn(2, 2, 100, 2, 16)

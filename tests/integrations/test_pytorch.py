@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import bias as causal_biases
 
 import warpwave
@@ -267,6 +268,15 @@ def test_a_context_routes_and_restores() -> None:
         return served(by_name) and (depth == 0 or decorated(depth - 1))
 
     assert decorated(2) and F.scaled_dot_product_attention is TORCHS
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "MATH", "EFFICIENT_ATTENTION"])
+def test_a_selected_backend_of_torch_changes_nothing(backend: str, none_declined: None) -> None:
+    """torch itself has no EFFICIENT_ATTENTION on a CPU, and FLASH_ATTENTION only if q and v have one width."""
+    q, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 24)
+    with pytorch.sdpa(), sdpa_kernel(getattr(SDPBackend, backend)):
+        found = F.scaled_dot_product_attention(q, q, v)
+    torch.testing.assert_close(found, TORCHS(q, q, v))
 
 
 def test_contexts_of_threads_overlap() -> None:

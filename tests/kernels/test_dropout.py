@@ -559,6 +559,20 @@ def test_explain_on_hopper_names_kernels_with_dropout() -> None:
     assert "predicted  none: the model does not count the random numbers of dropout" in str(found)
 
 
+def test_above_head_dim_256_only_eager_has_dropout() -> None:
+    wide = AttentionProblem(
+        batch=1, seqlen_q=64, seqlen_k=64, num_heads_q=2, num_heads_kv=2, head_dim=64, head_dim_v=320,
+        dtype="bfloat16", softmax_scale=0.125, dropout_p=0.1, requires_grad=True,
+    )  # fmt: skip
+    found = warpwave.explain(wide, gpu="h200")
+    assert found.kernel == "eager"
+    for name in ("split_kv", "hopper/large_head_dim", "large_head_dim", "three_kernel"):
+        assert "it has no dropout; eager has" in found.reasons[name]
+    assert found.backward is not None and found.backward.reasons["three_kernel backward"] == [
+        "it has no dropout; eager has"
+    ]
+
+
 def test_samples_of_rows_are_not_compared() -> None:
     from warpwave.workbench.bench.correctness import Sample
     from warpwave.workbench.bench.inputs import call_arguments, make_operands

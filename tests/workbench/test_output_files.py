@@ -58,6 +58,13 @@ def test_somebody_elses_file_and_a_folder(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis"]
 
 
+def test_a_dash_is_no_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CannotWrite, match=r"^- is not the name of a file.*; name a file$"):
+        write_output(Path("-"), "text", Kind("report", lambda _: True))
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_the_system_refuses_is_a_sentence(tmp_path: Path) -> None:
     """A name too long to look at, a link to itself: what one Python raises there, another does not."""
     (tmp_path / "loop").symlink_to("loop")

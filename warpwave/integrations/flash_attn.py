@@ -281,6 +281,7 @@ def _with_kvcache(
     if table is None:
         size = None if cache_leftpad is None else 1  # one-token pages: a sequence may begin anywhere
         k_pages, v_pages, table = caches.contiguous(k_cache, v_cache, size)
+        _check_cache_rows(function, cache_batch_idx, len(table))
         table = table[:batch] if cache_batch_idx is None else table[cache_batch_idx.long()]
         if cache_leftpad is not None:
             cells = torch.arange(table.shape[1], device=table.device) + cache_leftpad[:, None]
@@ -314,6 +315,16 @@ def _with_kvcache(
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits or None, return_lse=return_lse,
         **said,
     )  # fmt: skip
+
+
+def _check_cache_rows(function: str, cache_batch_idx: torch.Tensor | None, rows: int) -> None:
+    """Raises InvalidInput naming the first index in host memory that is not a row of the cache. Indices on a GPU are
+    not read, because the host would wait."""
+    if cache_batch_idx is None or cache_batch_idx.device.type != "cpu":
+        return
+    for b, row in enumerate(cache_batch_idx.tolist()):
+        if not 0 <= row < rows:
+            raise InvalidInput(f"{function}: cache_batch_idx[{b}] is {row}; the cache has {rows} rows")
 
 
 def _check_rotary(
@@ -537,7 +548,9 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate q and k to their positions, which begin at
             cache_seqlens. Need as many new tokens as queries, and a causal mask or a window if those are several.
         cache_seqlens: the tokens in the cache before k: one number, or int32 (batch,); all of the cache if None.
-        cache_batch_idx: integers (batch,): the row of the cache of each sequence.
+        cache_batch_idx: integers (batch,): the row of the cache of each sequence, from 0 on. On a GPU the contents are
+            not checked: a row past the cache fails in torch's device-side assertion, after which the process can no
+            longer use the GPU.
         cache_leftpad: int32 (batch,): the first cell of each sequence; the cells before are hidden. It is read as
             one-token pages, which is slower. Its contents are not checked: a sequence that begins after its last cell
             has no keys, and its new tokens are not written.

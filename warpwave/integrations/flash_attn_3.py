@@ -183,7 +183,7 @@ def flash_attn_with_kvcache(
     Args:
         cu_seqlens_q: int32 (batch + 1,): q is (total_q, num_heads, head_dim). New tokens, if any, are the queries'
             tokens: cu_seqlens_k_new must be the same tensor.
-        max_seqlen_q: the most queries of a sequence; all of q if None.
+        max_seqlen_q: the most queries of a sequence, with cu_seqlens_q; all of q if None.
 
     Returns:
         out; with return_softmax_lse (out, lse).

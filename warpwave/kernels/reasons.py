@@ -7,6 +7,7 @@ from collections.abc import Callable
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 
+MAX_HEAD_DIM_WITH_DROPOUT = 256  # of GPU kernels: the largest head_dim of flash_fwd, flash_bwd and hopper/flash_bwd
 FLOAT8_CAPABILITY = 89
 FLOAT8_ON_AMD = ("gfx942", "gfx950", "gfx1201")
 # What a launch may not support, by the words of its reason.
@@ -75,8 +76,12 @@ def of_gradients(problem: AttentionProblem, reason: str = NO_GRADIENTS) -> list[
 
 
 def of_dropout(problem: AttentionProblem, other: str = "flash_fwd") -> list[str]:
-    """Returns the reason of a kernel without dropout if the call has it, naming a kernel with dropout."""
-    return [f"it has no dropout; {other} has"] if problem.dropout_p else []
+    """Returns the reason of a kernel without dropout if the call has it, naming a kernel with dropout: `other`, or
+    `eager` for heads that are too wide for it."""
+    if not problem.dropout_p:
+        return []
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM_WITH_DROPOUT
+    return [f"it has no dropout; {'eager' if is_wide else other} has"]
 
 
 def of_widths(problem: AttentionProblem, most: int, why: str) -> list[str]:

@@ -5,6 +5,7 @@ Differences in behavior are handled here:
 
     autocast           is off, as for every kernel of torch operations: out has the dtype of q.
     float32 settings   if the process lets float32 products drop bits, eager computes the call.
+    sdpa_kernel        if the process switches a backend of torch's CPU off, eager computes the call.
     scale              torch multiplies the causal mask's minus infinity by the scale: with a scale of 0 the mask is
                        explicit.
 
@@ -63,7 +64,7 @@ def bind(problem: AttentionProblem, operands: Operands, config: Config, out: tor
         device = operands.q.device
         with plainly(device):
             rounds = problem.dtype == "float32" and not keeps_float32(device)
-            if rounds or not _is_tame(problem, operands, hides):
+            if rounds or not _chooses_freely() or not _is_tame(problem, operands, hides):
                 tiles = eager.configs(problem, current_gpu(device))[0]
                 return eager.forward(problem, operands, tiles, out)[0], None
             if not problem.packed:
@@ -81,6 +82,12 @@ def bind(problem: AttentionProblem, operands: Operands, config: Config, out: tor
             return out, None
 
     return run
+
+
+def _chooses_freely() -> bool:
+    """Returns whether torch may take both of its ways on a CPU. `torch.nn.attention.sdpa_kernel` switches ways off, and
+    without one that takes the call torch raises an error."""
+    return torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
 
 
 def _hides(band: Band, seqlen_q: int, seqlen_k: int) -> bool:

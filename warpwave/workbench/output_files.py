@@ -45,8 +45,10 @@ def check_output(path: Path, kind: Kind) -> None:
     """Checks before a long run that its output can be written. An empty file may be replaced.
 
     Raises:
-        CannotWrite: the path cannot be written, or holds a file of another kind.
+        CannotWrite: the path is `-` or cannot be written, or holds a file of another kind.
     """
+    if path == Path("-"):  # standard output to many programs, and to the option that reads it before this check
+        raise CannotWrite("- is not the name of a file, and this output cannot be standard output; name a file")
     try:
         if path.is_dir():
             raise CannotWrite(f"{path} is a directory; name a file in it")

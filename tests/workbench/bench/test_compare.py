@@ -96,6 +96,19 @@ def test_two_contenders_of_one_run_are_paired(tmp_path: Path) -> None:
     assert comparison.cases[0].how == "paired within rounds"
 
 
+def test_a_file_under_two_names_is_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "a.jsonl", run_of(OLD, 1))
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for other in ("./a.jsonl", "link.jsonl", "a.jsonl@aaaa"):
+        assert main("a.jsonl", other) == 2
+        assert "to compare a run with itself, name two contenders of warpwave auto, p, q" in capsys.readouterr().err
+        assert main("a.jsonl", other, contenders=("q", "warpwave auto"), json_output=True) == 0
+        assert json.loads(capsys.readouterr().out)["cases"][0]["how"] == "paired within rounds"
+
+
 def test_two_commits_of_one_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", run_of(OLD, 1))
     new = {**OLD, ("one", "warpwave auto"): 80.0}

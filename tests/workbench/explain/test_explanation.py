@@ -130,6 +130,11 @@ def test_a_gpu_may_be_given_by_its_name() -> None:
         warpwave.explain(PLAIN, gpu=90)  # type: ignore[arg-type]
 
 
+def test_hot_must_be_a_boolean() -> None:
+    with pytest.raises(warpwave.InvalidType, match="hot is 0; it must be True or False"):
+        warpwave.explain(PLAIN, gpu="h200", hot=0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -324,6 +324,12 @@ def test_what_does_not_fit_is_exit_code_1() -> None:
         (["--diff", "no.json", "neither.json"], "there is no file no.json"),
         (["flash_fwd", "--arch", "sm_90", "--diff", "default", "default"], "nothing to compare"),
         (["flash_fwd", "--arch", "sm_90", "--diff", "default"], "--diff"),
+        (
+            ["flash_fwd", "--arch", "sm_90", "--diff", "default", "num_stages=1", "--config", "default"],
+            "give --diff, which names both configs, or --config, not both",
+        ),
+        (["flash_fwd", "--diff", __file__, __file__], "--diff of two files compiles nothing; give it no kernel"),
+        (["--config", "default", "--diff", __file__, __file__], "--diff of two files compiles nothing"),
         (["flash_fwd", "--arch", "sm_90", "--save", __file__], "--save: "),
         (["flash_fwd", "--arch", "sm_90", "--config", "block_m=64,block_m=128"], "block_m is given twice"),
         (["flash_fwd", "--arch", "sm_90", "--config", "num_stages=100000"], "it can be 32 at most"),

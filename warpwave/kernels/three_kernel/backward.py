@@ -201,7 +201,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     found = reasons.of_device(gpu)
     if gpu.vendor == "amd":
         found.append(f"three_kernel's gradients need torch's products, float32 out of 16 bits; {gpu.name} is AMD's")
-    return found or reasons.of_dropout(problem) + reasons.of_features(
+    return found or reasons.of_dropout(problem, "flash_bwd") + reasons.of_features(
         problem, "three_kernel's gradients do not support", {}
     )
 

@@ -26,7 +26,7 @@ def main(
     """Compares two runs and prints the result.
 
     Args:
-        a, b: record files, each `FILE` or `FILE@COMMIT`; b is a if None.
+        a, b: record files, each `FILE` or `FILE@COMMIT`; b is a if None or if both hold the same measurements.
         contenders: see `compare.compare`.
         margin: largest distance of a ratio from 1 that counts as the same.
         fail_on: one of `FAIL_ON`.
@@ -41,7 +41,10 @@ def main(
         if not 0 <= margin < 1:
             raise CompareError(f"--margin is {margin}; it is a share from 0 to 1")
         run_a = load_run(a)
-        comparison = compare(run_a, run_a if b is None or b == a else load_run(b), contenders, margin)
+        run_b = run_a if b is None else load_run(b)
+        if run_b.measurements == run_a.measurements:  # the same file under another name, or a copy of it
+            run_b = run_a
+        comparison = compare(run_a, run_b, contenders, margin)
     except (CompareError, RecordError, OSError) as error:
         complain(error)
         return 2

@@ -18,7 +18,7 @@ from warpwave.kernels import descales
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
 from warpwave.operands import AnyOperands, Operands, QuantizedOperands
-from warpwave.options import as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
+from warpwave.options import as_bool, as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal
 from warpwave.workbench.explain import accuracy
 from warpwave.workbench.explain.accuracy import Accuracy
@@ -221,6 +221,7 @@ def explain(
         InvalidInput, InvalidType: the call itself would raise it, the measured time is shorter than the bound, or the
             record lacks this call. A call that would raise `UnsupportedProblem` is explained.
     """
+    hot = as_bool("hot", hot)
     gpu = _named(gpu) if isinstance(gpu, str) else gpu
     if not (gpu is None or isinstance(gpu, Gpu)):
         raise InvalidType(f"gpu is a {type(gpu).__name__}; it must be a Gpu, the name of one, or None")

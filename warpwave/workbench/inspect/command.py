@@ -54,6 +54,8 @@ def run(problem: AttentionProblem, request: Request) -> int:
         CannotCompile, UnsupportedProblem: nothing can be compiled here, or the kernel refuses the call.
     """
     if request.diff is not None and (files := _files(request.diff)) is not None:
+        if request.kernel is not None or request.archs or request.configs or request.all_configs or request.save:
+            raise InvalidInput("--diff of two files compiles nothing; give it no kernel, --arch, config or --save")
         return _print_file_differences(*files, as_json=request.as_json)
     if request.kernel is None:
         raise InvalidInput(f"name a kernel to inspect: {', '.join(_compilable())}")
@@ -62,6 +64,8 @@ def run(problem: AttentionProblem, request: Request) -> int:
     asked = list(request.diff or request.configs)
     if request.all_configs and asked:
         raise InvalidInput("give --all-configs or particular configs, not both")
+    if request.diff is not None and request.configs:
+        raise InvalidInput("give --diff, which names both configs, or --config, not both")
 
     def configs(gpu: Gpu) -> Sequence[Any]:
         every = kernel.configs(problem, gpu)

@@ -27,7 +27,6 @@ from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
-MAX_HEAD_DIM_WITH_DROPOUT = 256  # the largest head_dim of hopper/flash_bwd, which drops the same pairs
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
 FEW_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
@@ -52,9 +51,9 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
         found += precision.why_not(problem, gpu, ABLE)
     found += [*reasons.of_gradients(problem), *_against_pages(problem)]
-    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM_WITH_DROPOUT
+    is_wide = max(problem.head_dim, problem.head_dim_v) > reasons.MAX_HEAD_DIM_WITH_DROPOUT
     if problem.dropout_p and (problem.dtype == "float32" or is_wide):
-        found.append(f"it has dropout only in 16-bit types and up to head_dim {MAX_HEAD_DIM_WITH_DROPOUT}")
+        found.append(f"it has dropout only in 16-bit types and up to head_dim {reasons.MAX_HEAD_DIM_WITH_DROPOUT}")
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         dtype = problem.dtype_of_k if name == "head_dim" else problem.dtype_kv or "float16"  # v as the launch reads it
         if size > MAX_HEAD_DIM[problem.dtype]:
