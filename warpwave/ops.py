@@ -248,11 +248,10 @@ def _flops_backward(dout: Any, dlse: Any, out: Any, lse: Any, wanted: list[bool]
     return 2 * _pairs(operands, options) * (3 * operands.q.shape[-1] + 2 * operands.v.shape[-1])
 
 
-_ours = torch.ops.warpwave
-register_flop_formula([_ours.attention, _ours.attention_out], get_raw=True)(
+register_flop_formula([torch.ops.warpwave.attention, torch.ops.warpwave.attention_out], get_raw=True)(
     partial(_flops, partial(_split, is_fake=True))
 )
-register_flop_formula([_ours.quantized_attention, _ours.quantized_attention_out], get_raw=True)(
-    partial(_flops, _split_quantized)
-)
-register_flop_formula(_ours.attention_backward, get_raw=True)(_flops_backward)
+register_flop_formula(
+    [torch.ops.warpwave.quantized_attention, torch.ops.warpwave.quantized_attention_out], get_raw=True
+)(partial(_flops, _split_quantized))
+register_flop_formula(torch.ops.warpwave.attention_backward, get_raw=True)(_flops_backward)
