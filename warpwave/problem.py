@@ -1,6 +1,6 @@
 """`AttentionProblem`: the description of one attention call, and the facts that follow from it alone.
 
-The dispatcher, the bounds, the benchmark, the tuner and the tests all describe a call by this class. It contains shapes
+The dispatcher, the bounds, the benchmark and the tests all describe a call by this class. It contains shapes
 and options, never tensors, devices or kernels, and imports nothing of this package. What a *technique* adds (scores
 written to memory, padding to a tile) is stated by that kernel's `cost`.
 """

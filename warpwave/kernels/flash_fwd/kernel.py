@@ -7,7 +7,7 @@ softmax. Scores never leave the chip, and memory traffic is that of q, k, v and 
 
 Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1. The keys
 fall into three ranges: a masked one at the left edge of a window, one that every query of the tile sees, and a masked
-one at the diagonal or the ragged end. Only edge tiles pay for masks; hidden tiles are never visited.
+one at the diagonal or the ragged end. Hidden tiles are never visited. With TWO_LOOPS only edge tiles pay for masks.
 
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency if the grid does not
 fill the GPU. It adds to the ladder's tiled kernel the online softmax, and with it O(seqlen) memory.

@@ -1,10 +1,10 @@
-"""The dequantization factors of a consumer's 64 queries, and of each of its tiles of keys, of an 8-bit cache too.
+"""The dequantization factors of a consumer's 64 queries and of its tiles of keys, in quantized calls and 8-bit caches.
 token_factors.py handles caches in which each token has its own factor.
 
 Tiles of queries and keys begin at multiples of their length, which divides the blocks of tokens that share a factor, so
-a tile has one factor. That of Q and K is part of the scale of the scores. That of V multiplies the output if all keys
-of a head share it. Otherwise that of its first block does, and the ratio of a tile's factor to it is part of the tile's
-probabilities: its logarithm is added to the tile's scores, and sums of probabilities are divided by it
+a tile has one factor. The factors of Q and K are part of the scale of the scores. The factor of V multiplies the output
+if all keys of a head share it. Otherwise the factor of the head's first block multiplies the output. The ratio of a
+tile's factor to it is part of the tile's probabilities: its logarithm is added to scores, and sums are divided by it
 (softmax.FromOffset).
 """
 

@@ -1,6 +1,6 @@
 """Groups of parameters (../groups.py) that several Hopper kernels take.
 
-Tensor maps are no fields, because Triton's own launcher expands only maps that are whole arguments. A warp role takes a
+Tensor maps are not fields, because Triton's launcher expands only maps that are whole arguments. A warp role takes a
 group as an argument. An aggregate that is made from a group has its fields (`gluon_or_stub.aggregate`).
 
 ptxas loads two adjacent numbers at once if the first begins at a multiple of 8 bytes. The order of a kernel's numbers

@@ -1,9 +1,9 @@
 """The dequantization factors of an 8-bit cache in which each head of each token has its own.
 
 The producer reads the factors of a tile's keys and writes them into shared memory. The widener computes from them what
-consumers read, before it hands over the tile's K. Consumers multiply scores by the factors of K. The
-logarithms of those of V are added to scores in bits, so a probability includes the factor of its value, and sums of
-probabilities are weighted by the inverse.
+consumers read, before it hands over the tile's K. Consumers multiply scores by the factors of K, and add the logarithms
+of the factors of V to scores in bits. A probability thus includes the factor of its value, and sums of probabilities
+are weighted by the inverse.
 """
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.

@@ -11,7 +11,7 @@ accurate as any `precision`.
 The passes are those of the definition; written out as loops over memory they are Algorithm 0 of Dao et al.,
 "FlashAttention" (2022), section 2.2.
 
-Bound: load instructions. A multiply-add, 2 FLOP, costs two loads, so the load units saturate at a sixteenth of the
+Bound: load instructions. A multiply-add, 2 FLOP, costs two loads, so the load units saturate at an eighth of the
 arithmetic units' peak, and the tensor cores are idle. The lesson: a correct kernel is easy, and the rest of the ladder
 is about where operands come from.
 """

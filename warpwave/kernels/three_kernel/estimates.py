@@ -1,10 +1,9 @@
 """Estimated times of heads wider than 256 on Hopper in 16 bits, for the choice among launches.
 
-The times are microseconds on an H200, without some 8 that all launches take. They were fitted to 62 calls of 16 to 384
-queries on 512 to 16,384 keys at head_dim 512 to 1024 in CUDA graphs
+The times are microseconds on an H200, without about 8 us that all launches take. They were fitted to 62 calls of 16 to
+384 queries on 512 to 16,384 keys at head_dim 512 to 1024 in CUDA graphs
 (benchmarks/records, 2026-11-22-h200-large-heads-few-queries.log). They are accurate enough to choose by, but they do
-not model a call's time; workbench/model/predict.py does. That `fused` counts whole tiles was added later, and changes
-no choice among these calls.
+not model a call's time; workbench/model/predict.py does.
 
     hopper   three_kernel's own launches: rounds of tiles of 128 x 256, each for the columns that it sums over.
     torch    three_kernel with torch's products: an even share of the work, whatever their tiles; all of K and V, which

@@ -1,5 +1,5 @@
-"""three_kernel's gradients (backward.py) as a gradient kernel: they serve the calls of any forward kernel, and read
-neither out nor the log-sum-exp. And the bytes that they move and the operations that they compute, for `explain`."""
+"""three_kernel's gradients (backward.py) as a gradient kernel for the calls of any forward kernel, and its costs for
+`explain`. It reads neither out nor the log-sum-exp."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     scores = Q K^T        sums = P V        both accumulated in float32, out of 16-bit or float32 operands
 
-One call takes the heads of one batch item, all its query rows of the chunk and all keys that some of them sees. If
+One call takes the heads of one batch item, all its query rows of the chunk and all keys that any of them sees. If
 query heads share kv heads, there is one call per kv head, and all its query heads read that head's matrix in place. No
 operand is copied, except one spread over more than 2^31 elements. Holds no device code.
 

@@ -1,4 +1,4 @@
-"""The launches of the joint way: dQ's sums, dK and dV (joint.py), then dQ from its sums (rows.py)."""
+"""The launches of the joint backward: dQ's sums, dK and dV (joint.py), then dQ from its sums (rows.py)."""
 
 from __future__ import annotations
 

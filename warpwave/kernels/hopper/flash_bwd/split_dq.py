@@ -11,8 +11,8 @@ parts of the gradient of ALiBi's slopes.
 
 The log-sum-exp and delta are another kernel's, rounded differently, so a row's dS add up to a rounding error r too
 much. If keys have a common offset c, far larger than their differences, r c is not small beside dQ. Therefore r is
-summed, and r c subtracted, where c is the mean of a few keys (split_rows.py): an identity for any c, if r were 0. The
-launch of dK and dV, which follows, reads delta + r, with which the row's dS add up.
+summed, and r c is subtracted from dQ; c is the mean of a few keys (split_rows.py). The launch of dK and dV, which
+follows, reads delta + r, with which the row's dS add up exactly.
 
 Bound: tensor cores (docs/notes/float32.md).
 """

@@ -1,5 +1,5 @@
-"""The launch after those of a call whose blocks of keys are divided: dK and dV of a kv head from those of its splits
-(config.group_splits), or of a block from those of its parts (config.divided_tail).
+"""The last launch of a call whose blocks of keys are divided: it adds up dK and dV of a kv head over its splits
+(config.group_splits), or of a block over its parts (config.divided_tail).
 
 Bound: memory.
 """
