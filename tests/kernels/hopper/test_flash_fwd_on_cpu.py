@@ -100,7 +100,6 @@ KINDS: dict[str, tuple[str, tuple[int, int], flash_fwd.Config]] = {
     "fp16x1, padded V": ("float32:tf32", (40, 112), flash_fwd.Config(128, 64, 2, narrowest_v=64)),
     "16 bits, padded": ("bfloat16", (48, 112), flash_fwd.Config(192, 64, 2, narrowest_v=64)),
     "16 bits, padded V": ("bfloat16", (112, 48), flash_fwd.Config(192, 64, 2, narrowest_v=64)),
-    "16 bits, probabilities in shared memory": ("bfloat16", (96, 80), flash_fwd.Config(192, 128, 2)),
     "16 bits, out in the memory of Q's first piece": ("bfloat16", (192, 128), flash_fwd.Config(128, 128, 2)),
     "16 bits, out by halves": ("bfloat16", (256, 256), flash_fwd.Config(128, 64, 2)),
 }

@@ -48,8 +48,6 @@ class Rules:
     dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
     # factors.Factors, in a consumer those of its head's keys; token_factors.TokenFactors; () if k has no factors
     factors: object = None
-    # Shared memory for a consumer's probabilities, [64, keys], all consumers' in the kernel; () if registers hold them
-    probabilities: object = None
 
 
 @constexpr_function

@@ -175,19 +175,8 @@ def _smem(problem: AttentionProblem, config: Config, out_columns: int, parts: in
         beside += narrow_stages * config.block_n * (width + width_v)
     if problem.kv_factors == "token":
         beside += 4 * config.block_n * (2 * narrow_stages + 3 * (config.num_stages + 1))  # token_factors.TokenFactors
-    if stores_probabilities(problem, config):
-        beside += 2 * config.block_m * config.block_n
     size = 1 if problem.is_quantized else 2 * parts
     return of_keys * width * size + of_values * 2 * parts + beside + 2048  # 2048 for barriers and reductions
-
-
-@by_kind
-def stores_probabilities(problem: AttentionProblem, config: Config) -> bool:
-    """Returns whether probabilities pass through shared memory: with three consumer warpgroups and 128 keys a step, the
-    registers of a thread do not hold them beside the scores and more than 64 columns of out."""
-    of_values = sum(row_pieces(problem, config)[1])
-    is_large = config.groups == 3 and config.block_n == 128 and of_values > 64
-    return is_large and problem.dtype != "float32" and not has_widener(problem)
 
 
 def has_bias_cells(problem: AttentionProblem) -> bool:
@@ -247,8 +236,6 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     # A thread holds half as many numbers as a row has: scores and out in 32 bits, probabilities in 16. The constants at
     # the end of the sums are estimates of all other registers.
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
-    if stores_probabilities(problem, config):
-        needed -= block_n // 4
     if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (split_float32.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
     elif width_v > 320:  # scores and probabilities are never live together (serial.py)

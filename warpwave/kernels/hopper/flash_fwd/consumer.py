@@ -91,8 +91,6 @@ from warpwave.kernels.hopper.visible import (
 )
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
-    constexpr_function,
-    fence_async_shared,
     gl,
     jit,
     mbarrier,
@@ -112,7 +110,7 @@ def step(
     ahead = read_ahead(tile, place, keys, rules, False)
     wait_full(k_ring, n + 1)
     scores = scores_async(q, k_ring, n + 1, zero_scores(k_ring, rules.BLOCK_N))
-    pending = values_async(operand_of(p, rules), v_ring, n, acc)
+    pending = values_async(p, v_ring, n, acc)
     ahead = read_bias(ahead, place, k_ring, n + 1, rules)
     x = finished_scores(scores, len(pending))
     hand_back_keys(k_ring, n + 1, place)
@@ -138,7 +136,7 @@ def step(
         acc = wait_for(pending)
         hand_back_multiplied(v_ring, n)
         acc = rescaled(acc, alpha)
-    return kept(dropped(p32, tile, place, keys, rules), v_ring, rules), m_i, lead, l_i, acc
+    return operand(dropped(p32, tile, place, keys, rules), v_ring), m_i, lead, l_i, acc
 
 
 @jit
@@ -147,33 +145,6 @@ def dropped(p, tile, place, keys, rules):
     if has_dropout(rules.dropout):
         p = drop(p, rules.dropout, place.row_first, keys.begin + tile * rules.BLOCK_N, False, False)
     return p
-
-
-@constexpr_function
-def has_tile_of_probabilities(rules):
-    """Returns whether probabilities pass through shared memory."""
-    return hasattr(rules.probabilities, "shape")
-
-
-@jit
-def kept(p, v_ring, rules):
-    """Keeps the probabilities of a tile for the product with V: returns wgmma's operand in registers, or () if they are
-    in shared memory, where the product before no longer reads others."""
-    if has_tile_of_probabilities(rules):
-        rules.probabilities.store(p.to(v_ring.pieces[0].dtype))
-        fence_async_shared()
-        return ()
-    else:
-        return operand(p, v_ring)
-
-
-@jit
-def operand_of(p, rules):
-    """Returns what `kept` has kept."""
-    if has_tile_of_probabilities(rules):
-        return rules.probabilities
-    else:
-        return p
 
 
 @jit
@@ -238,8 +209,7 @@ def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rule
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     wait_values(v_ring, n, tile, place, keys, rules)
-    p = kept(dropped(p32, tile, place, keys, rules), v_ring, rules)
-    acc = wait_for(values_async(operand_of(p, rules), v_ring, n, acc))
+    acc = wait_for(values_async(operand(dropped(p32, tile, place, keys, rules), v_ring), v_ring, n, acc))
     hand_back_multiplied(v_ring, n)
     return m_i, lead, l_i, acc
 
@@ -282,7 +252,7 @@ def overlapped_tiles(
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         acc = rescaled(acc, alpha)
-    p = kept(dropped(p32, tile, place, keys, rules), v_ring, rules)
+    p = operand(dropped(p32, tile, place, keys, rules), v_ring)
     wait_values(v_ring, n, tile, place, keys, rules)
     # The other tiles, each overlapped with the previous tile's product.
     first = whole_begin
@@ -294,7 +264,7 @@ def overlapped_tiles(
             whole_begin, whole_end, place, keys, rules,
         )  # fmt: skip
         n += 1
-    pending = values_async(operand_of(p, rules), v_ring, n, acc)
+    pending = values_async(p, v_ring, n, acc)
     acc = wait_for(pending)
     tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
     hand_back(v_ring, n)
@@ -322,7 +292,7 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     acc = rescaled(acc, alpha)
-    p = kept(dropped(p32, tile, place, keys, rules), v_ring, rules)
+    p = operand(dropped(p32, tile, place, keys, rules), v_ring)
     wait_values(v_ring, n, tile, place, keys, rules)
     while following >= begin:
         tile = following
@@ -332,7 +302,7 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
             keys, rules,
         )  # fmt: skip
         n += 1
-    pending = values_async(operand_of(p, rules), v_ring, n, acc)
+    pending = values_async(p, v_ring, n, acc)
     acc = wait_for(pending)
     tma.store_wait(0)  # out's buffer is free again; the hand-back's barrier informs the other warps
     hand_back(v_ring, n)
@@ -412,8 +382,6 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         if has_dropout(rules.dropout):
             of_this_head = of_head(rules.dropout, dropout_key, work.batch, work.head)
             rules_of_head = with_fields(rules_of_head, dropout=of_this_head)
-        if has_tile_of_probabilities(rules):
-            rules_of_head = with_fields(rules_of_head, probabilities=rules.probabilities.index(GROUP))
         n = skip(k_ring, v_ring, n, block_end - end)
         mbarrier.wait(role.q_full.index(GROUP), messages & 1)
         q = ()

@@ -26,7 +26,6 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     query_tiles,
     registers,
     row_pieces,
-    stores_probabilities,
     values_first,
     widens,
 )
@@ -509,7 +508,6 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "K_BLOCK": block_k,
         "V_BLOCK": block_v,
         "TOKEN_FACTORS": problem.kv_factors == "token",
-        "STORES_P": stores_probabilities(problem, config),
         "PAGE_SIZE": problem.page_size,
     }
 

@@ -45,7 +45,6 @@ from warpwave.kernels.hopper.flash_fwd.widener import (
 from warpwave.kernels.hopper.groups import Dropout, KeyDescaleStrides, QDescaleStrides, Queries, Schedule
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
-    ROWS,
     Ring,
     barriers,
     buffers,
@@ -98,7 +97,6 @@ def hopper_flash_fwd_kernel(
     K_BLOCK: gl.constexpr,
     V_BLOCK: gl.constexpr,
     TOKEN_FACTORS: gl.constexpr,
-    STORES_P: gl.constexpr,
 ):
     """Processes tiles of 64 * GROUPS rows until the counter is exhausted. A row is a query of one of HEADS heads.
 
@@ -133,12 +131,7 @@ def hopper_flash_fwd_kernel(
         factors = Factors(of_q, of_k, of_v, schedule.group_size)
     aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
     raises: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
-    probabilities = ()
-    if STORES_P:
-        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        shape: gl.constexpr = [GROUPS, ROWS, call_options.BLOCK_N]
-        probabilities = gl.allocate_shared_memory(v_maps[0].dtype, shape, layout)
-    rules = Rules(call_options, aligns_keys, raises, of_call(dropout), factors, probabilities)
+    rules = Rules(call_options, aligns_keys, raises, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
         num_heads_kv = schedule.num_heads // schedule.group_size
