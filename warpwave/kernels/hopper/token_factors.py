@@ -26,8 +26,8 @@ class TokenFactors:
     Args:
         k_ptr, v_ptr: float32.
         k_strides, v_strides: of pages, heads and tokens.
-        raw: the factors of K and V in shared memory, each [narrow stages, keys].
-        prepared: the factors of K, logarithms of those of V in bits, and their inverses, each [stages + 1, keys]. A
+        raw: [2 * narrow stages, keys] in shared memory: the factors of K and V.
+        prepared: [3 * (stages + 1), keys]: the factors of K, logarithms of those of V in bits, and their inverses. A
             consumer hands back V when it no longer needs the factors of its tile. The widener has waited for V of tile
             n - stages - 1 before it writes those of tile n, so they need no barrier of their own.
         of_tile: the last two as a consumer has read them, each [1, keys]; () before.
@@ -37,8 +37,8 @@ class TokenFactors:
     k_strides: gl.tuple
     v_ptr: gl.tensor
     v_strides: gl.tuple
-    raw: gl.tuple
-    prepared: gl.tuple
+    raw: gl.shared_memory_descriptor
+    prepared: gl.shared_memory_descriptor
     of_tile: object
 
 
@@ -53,15 +53,10 @@ def token_factors(
     k_ptr, k_strides: KeyDescaleStrides, v_ptr, v_strides: KeyDescaleStrides, NARROW_STAGES: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Allocates the shared memory of a `TokenFactors`: a tensor for each kind of numbers, between whose stores the
-    compiler then puts no barriers."""
+    """Allocates the shared memory of a `TokenFactors`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    raw = ()
-    for _ in gl.static_range(2):
-        raw = raw + (gl.allocate_shared_memory(gl.float32, [NARROW_STAGES, BLOCK_N], layout),)
-    prepared = ()
-    for _ in gl.static_range(3):
-        prepared = prepared + (gl.allocate_shared_memory(gl.float32, [STAGES + 1, BLOCK_N], layout),)
+    raw = gl.allocate_shared_memory(gl.float32, [2 * NARROW_STAGES, BLOCK_N], layout)
+    prepared = gl.allocate_shared_memory(gl.float32, [3 * (STAGES + 1), BLOCK_N], layout)
     return TokenFactors(k_ptr, k_strides, v_ptr, v_strides, raw, prepared, ())
 
 
@@ -95,7 +90,7 @@ def store_factors(rules, k_narrow, n, read):
     if has_token_factors(rules.factors):
         stage = n % k_narrow.stages
         for of in gl.static_range(2):
-            rules.factors.raw[of].index(stage).store(read[of])
+            rules.factors.raw.index(2 * stage + of).store(read[of])
         mbarrier.arrive(k_narrow.full.index(stage), count=1)
 
 
@@ -104,25 +99,27 @@ def prepare(factors, n, warps: gl.constexpr):
     """Computes from the factors of tile n what consumers read; called by the widener before it hands over K."""
     if has_token_factors(factors):
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-        of_k = of_stage(factors.raw[0], n).load(layout)
-        of_v = of_stage(factors.raw[1], n).load(layout)
+        raw = 2 * (n % (factors.raw.shape[0] // 2))
+        first = first_prepared(factors, n)
+        of_v = factors.raw.index(raw + 1).load(layout)
         of_v = gl.where(of_v < SMALLEST, SMALLEST, of_v)
-        of_stage(factors.prepared[0], n).store(of_k)
-        of_stage(factors.prepared[1], n).store(lg2(of_v))
-        of_stage(factors.prepared[2], n).store(1.0 / gl.minimum(gl.maximum(of_v, SMALLEST), LARGEST))
+        factors.prepared.index(first).store(factors.raw.index(raw).load(layout))
+        factors.prepared.index(first + 1).store(lg2(of_v))
+        factors.prepared.index(first + 2).store(1.0 / gl.minimum(gl.maximum(of_v, SMALLEST), LARGEST))
 
 
 @jit
-def of_stage(numbers, n):
-    """Returns the row of tile n."""
-    return numbers.index(n % numbers.shape[0])
+def first_prepared(factors, n):
+    """Returns the first of the three rows of `prepared` of tile n."""
+    return 3 * (n % (factors.prepared.shape[0] // 3))
 
 
 @jit
 def rules_with_tokens(n, rules):
     """Returns the rules for tile n, whose K has arrived: their scale includes the factors of K, [1, keys]."""
     layout: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_N))
-    of_k, bits, weights = rules.factors.prepared
-    of_tile = (of_stage(bits, n).load(layout)[None, :], of_stage(weights, n).load(layout)[None, :])
-    scale = rules.scale * of_stage(of_k, n).load(layout)[None, :]
+    prepared = rules.factors.prepared
+    first = first_prepared(rules.factors, n)
+    of_tile = (prepared.index(first + 1).load(layout)[None, :], prepared.index(first + 2).load(layout)[None, :])
+    scale = rules.scale * prepared.index(first).load(layout)[None, :]
     return with_fields(rules, scale=scale, factors=with_fields(rules.factors, of_tile=of_tile))
