@@ -37,6 +37,7 @@ ARCHS: dict[str, tuple[str, int, int]] = {
 
 TCGEN05 = (100, 103)  # compute capabilities whose matrix unit accumulates in a memory of its own
 WGMMA_OR_TCGEN05 = (90, *TCGEN05)  # compute capabilities whose matrix unit reads operands from shared memory
+ASSUMED_SMS = 132
 WGMMA_ROWS = 64  # rows of a tile: products of fewer rows take their operands from registers
 
 
@@ -66,6 +67,11 @@ class Gpu:
     warp_size: int
     memory_bytes: int = 0
     no_triton: str = ""
+
+    @property
+    def sms(self) -> int:
+        """`num_sms`, or the number of an H100 and an H200 if it is unknown."""
+        return self.num_sms or ASSUMED_SMS
 
     @property
     def is_cpu(self) -> bool:

@@ -15,7 +15,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime.counters import counters_of
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
-NUM_SMS = 132  # of an H100 or H200 SXM: if unknown, and on every GPU for `heads_in_l2` and to divide gradients' blocks
+NUM_SMS = 132  # for `heads_in_l2` and to divide blocks of gradients, on every GPU: the bits depend on it
 # What the heads that run together under a causal mask, or in a packed call, may read again. An H100's L2 has 50 MB; the
 # rest is left to tensors that are read or written once.
 L2_BYTES = 32 * 1024 * 1024

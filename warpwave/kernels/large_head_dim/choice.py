@@ -22,7 +22,6 @@ from warpwave.kernels.large_head_dim.config import (
 from warpwave.kernels.rules import NOT_MEASURED, Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-FILLED = 132  # blocks that fill a GPU whose number of multiprocessors is unknown
 MAX_SPLITS_BYTES = 64 * 1024**2  # bytes of states that await their merge: they should stay in L2
 
 
@@ -309,7 +308,7 @@ def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns the number of splits with which the grid fills the GPU once; each has at least two tiles of keys."""
     others = latent.sequences(problem)
     blocks = row_tiles(problem, config) * config.v_parts * others
-    places = 2 if gpu.vendor == "interpreter" else (gpu.num_sms or FILLED) * _blocks_of_sm(problem, gpu, config)
+    places = 2 if gpu.vendor == "interpreter" else gpu.sms * _blocks_of_sm(problem, gpu, config)
     wanted = places // max(1, blocks)
     bytes_each = max(1, partials.workspace_bytes(problem, 1) * others // max(1, problem.batch))
     return max(1, min(wanted, problem.seqlen_k // (2 * config.block_n), MAX_SPLITS_BYTES // bytes_each))

@@ -22,7 +22,6 @@ from warpwave.kernels.split_kv.config import (
 )
 from warpwave.kernels.split_kv.splits import (
     FEW,
-    UNKNOWN_SMS,
     blocks_per_sm,
     blocks_with_rows,
     changed,
@@ -167,7 +166,7 @@ class Call:
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu, kind: Kind) -> None:
         self.problem, self.gpu, self.kind, self.config = problem, gpu, kind, kind.tile
-        self.sms = gpu.num_sms or UNKNOWN_SMS
+        self.sms = gpu.sms
         self.seqlen_k: Any = vars(problem)["seqlen_k"]
         # A row that computes with None raises TypeError, so it is evaluated for each call.
         self.tiles: Any = None  # tiles of rows

@@ -8,7 +8,7 @@ from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.split_kv.choice import default, fitting, smallest_smem_bytes
 from warpwave.kernels.split_kv.config import Config, is_launched_ahead
-from warpwave.kernels.split_kv.splits import UNKNOWN_SMS, blocks_with_rows
+from warpwave.kernels.split_kv.splits import blocks_with_rows
 from warpwave.problem import AttentionProblem, by_kind
 
 MAX_HEAD_DIM = 256
@@ -71,7 +71,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.seqlen_k < KEYS[0]:
         return [] if _between(problem, gpu, config) else outside
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
-    tiles, sms = blocks_with_rows(problem, config), gpu.num_sms or UNKNOWN_SMS
+    tiles, sms = blocks_with_rows(problem, config), gpu.sms
     shares = min(config.num_splits, sms // tiles)
     if shares >= fewest:
         return []
@@ -94,7 +94,7 @@ def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
         and not problem.packed
         and gpu.capability == 90
         and is_launched_ahead(gpu, config)
-        and blocks_with_rows(problem, config) <= 1.5 * (gpu.num_sms or UNKNOWN_SMS)
+        and blocks_with_rows(problem, config) <= 1.5 * gpu.sms
     )
 
 
@@ -110,5 +110,5 @@ def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
         and problem.bias_shape is None
         and gpu.capability == 90
         and is_launched_ahead(gpu, config)
-        and blocks_with_rows(problem, config) <= (gpu.num_sms or UNKNOWN_SMS)
+        and blocks_with_rows(problem, config) <= gpu.sms
     )

@@ -14,7 +14,6 @@ from warpwave.kernels.split_kv.config import Config, longest_steps, may_map, til
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 FEW = 1 / 4  # tiles of rows per SM
-UNKNOWN_SMS = 132  # assumed if no GPU is given; that of an H100 and an H200
 # The following values were fitted to an H200's times on 2026-11-21 (docs/notes/serving.md).
 MOST_BLOCKS_PER_SM = 3  # blocks of four warps
 SATURATING_BLOCKS = 2  # blocks an SM needs, each with some 64 KB in flight, to saturate memory
@@ -111,7 +110,7 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config, few: bool) -> Pace
     Args:
         few: whether there are at most `FEW` tiles of rows per SM.
     """
-    sms, blocks = gpu.num_sms or UNKNOWN_SMS, blocks_per_sm(problem, gpu, config)
+    sms, blocks = gpu.sms, blocks_per_sm(problem, gpu, config)
     if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
         # A block of two warps with tiles of 8 bits has half of the bytes in flight, so twice as many blocks saturate
@@ -163,7 +162,7 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
 def _sizes(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[int, int, int]:
     """Returns the number of SMs, of tiles of rows, and of steps of the longest of these."""
     blocks, longest = blocks_with_rows(problem, config), max(1, longest_steps(problem, config))
-    return gpu.num_sms or UNKNOWN_SMS, blocks, longest
+    return gpu.sms, blocks, longest
 
 
 def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

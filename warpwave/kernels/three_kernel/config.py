@@ -77,7 +77,6 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 # Workspace ------------------------------------------------------------------------------------------------------------
 
-FILLED = 132  # blocks that fill a GPU whose number of multiprocessors is unknown
 # Bytes of a chunk's scores, for torch's products or for ours. Keeping them in L2 is worth less than having few large
 # products: 402, 418, 438 us at 128, 64, 32 MiB (H200, head_dim 512, 2,048 keys), 5.6, 6.4, 7.4 ms at 8,192 keys.
 SCORES_BYTES = 128 * 1024**2
@@ -93,7 +92,7 @@ HOPPER_BYTES = 512 * 1024**2
 def with_workspace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """Returns the config with the largest useful workspace, at most MAX_WORKSPACE_BYTES or a sixteenth of the device's
     memory unless one tile of queries takes more. Memory for sums is added to that for scores."""
-    sms = gpu.num_sms or FILLED
+    sms = gpu.sms
     if config.scores == "hopper":
         wave = sms * least_bytes(problem, config)  # a block of 128 queries on each multiprocessor
         wanted = max(min(4 * wave, HOPPER_BYTES), 2 * wave)

@@ -21,7 +21,6 @@ from warpwave.gpu import Gpu
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-FILLED = 132  # multiprocessors, if their number is unknown
 US_A_COLUMN_HOPPER, US_A_COLUMN_TORCH, US_A_PRODUCT = 0.0122, 0.0175, 4.0
 BYTES_A_US, FUSED_FLOPS_A_US = 4.5e6, 1.65e8
 SHARED = 2.0  # factor of the time if query heads share kv heads: their products are narrow
@@ -32,7 +31,7 @@ def hopper_us(problem: AttentionProblem, gpu: Gpu) -> float:
     """Returns the time of three_kernel's own launches; infinity if they cannot compute the call."""
     if three_kernel_hopper.cannot(problem, gpu) or not (problem.seqlen_q and problem.seqlen_k and problem.batch):
         return math.inf
-    sms, (block_m, block_n, _) = gpu.num_sms or FILLED, three_kernel_hopper.TILE
+    sms, (block_m, block_n, _) = gpu.sms, three_kernel_hopper.TILE
     key_tiles, columns = -(-problem.seqlen_k // block_n), -(-problem.head_dim_v // block_n)
     blocks = problem.batch * problem.num_heads_q * -(-problem.seqlen_q // block_m)
     rounds = -(-blocks * key_tiles // sms) * problem.head_dim + -(-blocks * columns // sms) * key_tiles * block_n
@@ -41,7 +40,7 @@ def hopper_us(problem: AttentionProblem, gpu: Gpu) -> float:
 
 def torch_us(problem: AttentionProblem, gpu: Gpu) -> float:
     """Returns the time with torch's products, which is at least the host's time to call them."""
-    sms, (block_m, block_n, _) = gpu.num_sms or FILLED, three_kernel_hopper.TILE
+    sms, (block_m, block_n, _) = gpu.sms, three_kernel_hopper.TILE
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     columns = pairs * (problem.head_dim + problem.head_dim_v) / (sms * block_m * block_n)
     shared = problem.num_heads_q != problem.num_heads_kv

@@ -81,7 +81,7 @@ def launches(
     high = FAR if band.high is None else band.high
     keys_end = host.keys_end(problem)
     sms, blocks, columns = (
-        gpu.num_sms or host.NUM_SMS,
+        gpu.sms,
         -(-chunk.rows // TILE[0]),
         -(-problem.head_dim_v // TILE[1]),
     )

@@ -27,7 +27,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     widths,
 )
 from warpwave.kernels.hopper.flash_bwd.launches import heads_of, query_tiles
-from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes
+from warpwave.kernels.hopper.host import bias_bytes
 from warpwave.kernels.prepass import bias_seen, mask_bits
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -228,6 +228,4 @@ def _with_words(walk: Cost, problem: AttentionProblem, scores: int) -> Cost:
 
 def _persistent(walk: Cost, gpu: Gpu, smem: int) -> Cost:
     """Returns the cost of a launch of one block an SM, which draws its tiles, the longest first."""
-    return replace(
-        walk, blocks=min(walk.blocks, gpu.num_sms or NUM_SMS), smem_bytes=smem, threads=THREADS, blocks_per_sm=1
-    )
+    return replace(walk, blocks=min(walk.blocks, gpu.sms), smem_bytes=smem, threads=THREADS, blocks_per_sm=1)

@@ -88,7 +88,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     pieces, pieces_v = product_pieces(problem)
     of = launch.Launch(
         kernel=joint.joint_kernel,
-        grid=min(items, gpu.num_sms or host.NUM_SMS),
+        grid=min(items, gpu.sms),
         tensors=(
             *launches.mapped(plans, sources),
             *beside(tensors),

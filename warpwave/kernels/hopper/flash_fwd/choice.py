@@ -18,7 +18,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     runs,
     tile_width,
 )
-from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
+from warpwave.kernels.hopper.host import bias_bytes, pieces
 from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
 
@@ -125,7 +125,7 @@ class Call:
     """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
-        self.problem, self.gpu, self.num_sms = problem, gpu, gpu.num_sms or NUM_SMS
+        self.problem, self.gpu, self.num_sms = problem, gpu, gpu.sms
         (
             self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_plain,
             self.is_bare, is_causal,
