@@ -41,7 +41,7 @@ class FromOffset:
 @aggregate
 class Weighted:
     """Scores in bits that include the logarithms of factors of V; `weights`, [1, keys], undo these in sums of
-    probabilities. The maximum lags if LAGS (`rounding_of_the_largest`)."""
+    probabilities. The maximum lags if LAGS, beside bfloat16 queries (`rounding_of_the_largest`)."""
 
     weights: gl.tensor
     LAGS: gl.constexpr

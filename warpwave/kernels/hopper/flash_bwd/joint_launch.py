@@ -140,7 +140,7 @@ def _sums_of_parts(problem: AttentionProblem, tensors: Tensors, config: Config) 
             whole,
             parts,
             -(-problem.seqlen_k // config.block_n),
-            launches.heads_together(problem, config, heads, blocks, bytes_of_head),
+            launches.heads_at_once(problem, config, heads, blocks, bytes_of_head),
             problem.batch,
             heads,
             problem.seqlen_k,

@@ -179,7 +179,7 @@ def block_sizes(problem: AttentionProblem) -> list[int]:
     return [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.batch, *window]
 
 
-def heads_together(problem: AttentionProblem, config: Config, heads: int, blocks: int, bytes_of_head: int) -> int:
+def heads_at_once(problem: AttentionProblem, config: Config, heads: int, blocks: int, bytes_of_head: int) -> int:
     """Returns how many kv heads run together, each counted once for each of its splits.
 
     Args:
@@ -225,7 +225,7 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         *divided_tail(problem, config),
         problem.batch,
         tiles_per_head,
-        heads_together(problem, config, heads, blocks, problem.seqlen_q * bytes_of_row),
+        heads_at_once(problem, config, heads, blocks, problem.seqlen_q * bytes_of_row),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.total_q,

@@ -20,7 +20,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     query_tiles,
     row_pieces,
     smem_bytes,
-    widens,
+    widens_values,
 )
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.prepass import mask_bits, scale_ahead
@@ -101,7 +101,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     random numbers bind calls with dropout."""
     if problem.page_size:
         return _outrun_from_pages(problem, gpu)
-    if widens(problem):
+    if widens_values(problem):
         shared = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
         if shared < FEWEST_QUERIES:
             # By bytes and peaks; not measured.
@@ -160,7 +160,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     float32 it includes what the preceding launches read, and the parts that they write."""
     dtypes = problem.dtype, problem.dtype_of_k, problem.dtype_of_v, problem.dtype_of_out
     size, size_k, size_v, size_out = (DTYPE_BYTES[x] for x in dtypes)
-    size_v = 2 if widens(problem) else size_v
+    size_v = 2 if widens_values(problem) else size_v
     width, width_v = map(sum, row_pieces(problem, config))
     visited = walk(problem, config.block_m, config.block_n, config.heads, from_first=True).tiles
     # A warpgroup skips its tiles when all its rows lie past the end of the sequence.
@@ -194,7 +194,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         reads += scores // 8
     if has_bias_cells(problem):
         reads += scores * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
-    if widens(problem):
+    if widens_values(problem):
         values = (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) * problem.num_heads_kv
         split_reads += values * problem.head_dim_v
         workspace += 2 * values * problem.head_dim_v

@@ -89,7 +89,7 @@ def heads_together(problem: AttentionProblem) -> int:
     return min(group & -group, ROWS.value)
 
 
-def widens(problem: AttentionProblem) -> bool:
+def widens_values(problem: AttentionProblem) -> bool:
     """Returns whether v has 8 bits, not in a cache: a preceding launch writes it in float16."""
     return problem.is_quantized and DTYPE_BYTES[problem.dtype_of_v] == 1
 

@@ -27,7 +27,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     registers,
     row_pieces,
     values_first,
-    widens,
+    widens_values,
 )
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
@@ -113,7 +113,7 @@ class Binder:
         first = mappable(operands)
         out, lse = allocate(out)
         *before, spec, sources, plans = _specify_whole(problem, self._gpu, first, out, lse, config)
-        *before, widen = map(launch.bind, before) if widens(problem) else (*map(launch.bind, before), None)
+        *before, widen = map(launch.bind, before) if widens_values(problem) else (*map(launch.bind, before), None)
         pack = before[0] if before else None
         family = tensor_maps.family(spec, plans, sources)
         launch_kernel = family.first()
@@ -222,7 +222,9 @@ def _page_scalars(operands: AnyOperands) -> tuple[int | None, ...]:
 
 def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
-    mapped = ("q",) if problem.page_size else ("q", "k") if widens(problem) else ("q", "k", "v")  # pools: `refuses`
+    mapped = (
+        ("q",) if problem.page_size else ("q", "k") if widens_values(problem) else ("q", "k", "v")
+    )  # pools: `refuses`
     mappable = host.mappable(operands, mapped)
     if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
         return mappable
@@ -351,7 +353,7 @@ def _specify_whole(
     if operands.mask is not None:
         words = torch.empty(mask_bits.packed(problem).size, dtype=torch.int32, device=out.device)
         before = [mask_bits.specify(problem, operands.mask, words)]
-    if isinstance(operands, QuantizedOperands) and widens(problem):
+    if isinstance(operands, QuantizedOperands) and widens_values(problem):
         mapped = operands._replace(v=torch.empty(operands.v.shape, dtype=torch.float16, device=out.device))
         before.append(widen_values.specify(problem, gpu, operands, mapped.v))
     sources, plans = (*mapped[:3], out), _plans(problem, config, mapped, out)
@@ -438,7 +440,7 @@ def _specify(
             "enable_fp_fusion": True,
             **_register_cap(config),
             # It begins while the preceding launch runs.
-            **({} if inverses is None and not widens(problem) else {"launch_pdl": True}),
+            **({} if inverses is None and not widens_values(problem) else {"launch_pdl": True}),
         },
     )
 
