@@ -68,7 +68,7 @@ class Gpu:
     memory_bytes: int = 0
     no_triton: str = ""
 
-    @property
+    @functools.cached_property
     def sms(self) -> int:
         """`num_sms`, or the number of an H100 and an H200 if it is unknown."""
         return self.num_sms or ASSUMED_SMS
