@@ -17,6 +17,7 @@ from tests.kernels.hopper import gluon_on_cpu
 from tests.kernels.hopper.test_flash_fwd_on_cpu import MODULES
 from warpwave import dispatch
 from warpwave.gpu import Gpu
+from warpwave.kernels import quantize_tensor
 from warpwave.kernels.hopper import flash_fwd
 from warpwave.kernels.hopper.flash_fwd import Config, config
 from warpwave.kernels.prepass import widen_values
@@ -134,6 +135,20 @@ def test_factors_of_values_of_any_size(factor: float) -> None:
     torch.testing.assert_close(same_lse, lse)
     if factor > 1e-38:
         torch.testing.assert_close(found.float() / factor, expected.float(), rtol=2**-6, atol=2**-8)
+
+
+@pytest.mark.parametrize("zeros", [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_blocks_whose_values_are_zero(zeros: tuple[int, ...], size: float) -> None:
+    """`quantize` gives them its smallest factor, also beside large ones: weights of their keys must not overflow."""
+    call = cases.build(replace(PLAIN, dims=(16, 16), lengths=(70, 192), dtype="int8:int8:64"), "normal", CPU)
+    v, factors = call.operands.v.clone(), call.operands.v_descale
+    assert factors is not None
+    factors = factors * size
+    for block in zeros:
+        v[:, 64 * block : 64 * (block + 1)] = 0
+        factors[..., block] = quantize_tensor.SMALLEST
+    gate(call._replace(operands=call.operands._replace(v=v, v_descale=factors)))
 
 
 def test_raw_integers() -> None:
