@@ -65,7 +65,7 @@ def test_tangents_are_refused_and_never_lost(how: str, door: str) -> None:
         assert isinstance(caught.value, warpwave.UnsupportedProblem)
         assert "reverse mode" in str(caught.value)
     else:
-        torch._dynamo.reset()  # Dynamo would not compile the function again that raised an error
+        torch._dynamo.reset()  # Dynamo skips a function whose compilation raised an error
     torch.testing.assert_close(call(q.detach(), k, v), known, rtol=0, atol=0)
 
 

@@ -47,7 +47,7 @@ def check_output(path: Path, kind: Kind) -> None:
     Raises:
         CannotWrite: the path is `-` or cannot be written, or holds a file of another kind.
     """
-    if path == Path("-"):  # standard output to many programs, and to the option that reads it before this check
+    if path == Path("-"):  # many programs, and options that handle it before this check, take it for standard output
         raise CannotWrite("- is not the name of a file, and this output cannot be standard output; name a file")
     try:
         if path.is_dir():

@@ -222,9 +222,8 @@ def _page_scalars(operands: AnyOperands) -> tuple[int | None, ...]:
 
 def _mappable(problem: AttentionProblem, operands: AnyOperands) -> Callable[[AnyOperands], AnyOperands]:
     """Returns a function that copies the operands of this layout that tensor maps cannot describe."""
-    mapped = (
-        ("q",) if problem.page_size else ("q", "k") if widens_values(problem) else ("q", "k", "v")
-    )  # pools: `refuses`
+    # Pools are never copied: `refuses`.
+    mapped = ("q",) if problem.page_size else ("q", "k") if widens_values(problem) else ("q", "k", "v")
     mappable = host.mappable(operands, mapped)
     if operands.bias is None or _bias_for_maps(operands.bias) is operands.bias:
         return mappable
