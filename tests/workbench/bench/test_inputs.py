@@ -129,6 +129,13 @@ def test_a_cache_of_8_bits_is_judged_by_its_own_numbers(case: dict[str, Any], ca
             parse({**case, "dtype": "bfloat16", "page_size": 16, **changes})
 
 
+def test_the_factors_of_cells_beyond_a_sequence_are_positive() -> None:
+    suite = parse({**DENSE, "dtype": "float16", "page_size": 256, "cache": "int8:token"})
+    operands = make_operands(suite.cases[0].problem, "cpu")
+    for numbers, factor in ((operands.k, operands.k_descale), (operands.v, operands.v_descale)):
+        assert numbers.eq(0).all(-1).any() and factor.dtype == torch.float32 and (factor > 0).all()
+
+
 def test_paged_cases_have_names_and_are_checked() -> None:
     suite = parse({**DENSE, "page_size": [16, 64]})
     assert [c.name.endswith(f"page{n}") for c, n in zip(suite.cases, (16, 64), strict=True)] == [True, True]

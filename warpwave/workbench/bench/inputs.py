@@ -92,8 +92,9 @@ def _in_pages(
 
 def _in_8_bits(pool: Tensor, dtype: torch.dtype, of_tokens: bool) -> tuple[Tensor, Tensor]:
     """Returns a pool's numbers in 8 bits, and the factors of heads, or of heads of each token."""
+    pool = pool.float()  # float16 has no factor as small as that of zeros
     factor = quantize_tensor.factors_of(pool.abs().amax(-1 if of_tokens else (0, 1, 3)), quantize_tensor.LARGEST[dtype])
-    return quantize_tensor.eight_bit_by_torch(pool.float() / factor[..., None], dtype), factor.float()
+    return quantize_tensor.eight_bit_by_torch(pool / factor[..., None], dtype), factor
 
 
 def call_arguments(problem: AttentionProblem, operands: AnyOperands | CachedOperands) -> dict[str, Any]:
