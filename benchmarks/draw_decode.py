@@ -163,7 +163,7 @@ def others(problem: AttentionProblem, gpu: Gpu) -> dict[str, Config]:
             continue
         split = splits.with_splits(problem, gpu, tiling)
         tiles = splits.blocks_with_rows(problem, tiling)
-        sms = gpu.sms
+        sms = gpu.assumed_sms
         whole = {max(1, waves * sms * splits.blocks_per_sm(problem, gpu, tiling) // tiles) for waves in (1, 2)}
         for number in sorted({split.num_splits, 1, *whole} if is_hopper else {split.num_splits}):
             config = dataclasses.replace(split, num_splits=min(number, splits.MAX_SPLITS))

@@ -44,7 +44,7 @@ from warpwave.problem import AttentionProblem
 append_kv, split_kv = Family("append_kv"), dispatch.split_kv
 # The largest num_splits of a call: 16 keys in each split of a million. At head_dim_v 128, the partial results of one
 # row then take 34 MB.
-MAX_SPLITS = 65_536
+MOST_SPLITS = 65_536
 
 
 class Serving(NamedTuple):
@@ -161,9 +161,9 @@ def check(operands: CachedOperands, options: Options, serving: Serving) -> Atten
 def _check_splits(serving: Serving) -> None:
     """Raises InvalidInput if no call can have the number of splits."""
     if serving.num_splits is not None:
-        if not 1 <= serving.num_splits <= MAX_SPLITS:
+        if not 1 <= serving.num_splits <= MOST_SPLITS:
             raise InvalidInput(
-                f"num_splits is {serving.num_splits}; it must be at least 1 and at most {MAX_SPLITS}, or None"
+                f"num_splits is {serving.num_splits}; it must be at least 1 and at most {MOST_SPLITS}, or None"
             )
         if serving.batch_invariant:
             raise InvalidInput("num_splits was given with batch_invariant=True, which splits by a sequence's length")

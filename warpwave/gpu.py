@@ -69,7 +69,7 @@ class Gpu:
     no_triton: str = ""
 
     @functools.cached_property
-    def sms(self) -> int:
+    def assumed_sms(self) -> int:
         """`num_sms`, or the number of an H100 and an H200 if it is unknown."""
         return self.num_sms or ASSUMED_SMS
 

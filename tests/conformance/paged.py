@@ -148,7 +148,7 @@ def quantized(x: Tensor, dtype: torch.dtype, kind: str) -> tuple[Tensor, Tensor]
     magnitudes = x.float().abs()
     factor = magnitudes.amax((0, 1, 3)) if kind == "head" else magnitudes.amax(-1)
     largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    factor = (factor / largest).clamp(min=quantize_tensor.SMALLEST)
+    factor = torch.where(factor > 0, factor / largest, quantize_tensor.OF_ZEROS.value)
     numbers = x.float() / factor[..., None]
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), factor
 

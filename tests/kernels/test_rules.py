@@ -120,6 +120,8 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             problem = replace(problem, requires_grad=False, deterministic=rng.random() < 0.3)
         if module is hopper_flash_fwd and problem.page_size and problem.kv_factors != "token":
             continue  # no row depends on pages
+        if module is hopper_flash_fwd and problem.kv_factors == "token":
+            problem = replace(problem, dtype="bfloat16")
         if problem.kv_factors == "token" and i % 3 == 1 and not problem.packed:
             problem = replace(problem, seqlen_q=8192, seqlen_k=8192)
         if not module.why_not(problem, gpu):

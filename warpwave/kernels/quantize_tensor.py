@@ -31,6 +31,9 @@ MOST_MIXED = 128  # channels of a rotation
 LEAST_OF_A_PRODUCT = 16  # columns that a matrix unit sums
 TOKENS = 128  # of a program whose factor is not that of a block
 SMALLEST = 1e-30  # a factor; smaller ones would make their reciprocal infinite
+# The factor of zeros. Values with a larger factor than their neighbors leave these less of the range of probabilities.
+# With 1e-30, sums of probabilities divided by it leave the range of float32 beside values of 1e9.
+OF_ZEROS = tl.constexpr(2.0**-40)
 _draws = random.Random(0)
 ROW_SIGNS = [1.0 - 2 * _draws.getrandbits(1) for _ in range(MOST_MIXED)]  # of a rotation
 
@@ -56,9 +59,8 @@ def clipped_magnitude(magnitudes, allowed):
 
 @jit
 def factor_of(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    """Returns the factor with which the largest of some magnitudes becomes LARGEST, at least SMALLEST. Zeros have it:
-    values with a larger factor than their neighbors would leave less of the range of probabilities to these."""
-    return tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST)
+    """Returns the factor with which the largest of some magnitudes becomes LARGEST, at least SMALLEST."""
+    return tl.where(largest > 0.0, tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST), OF_ZEROS)
 
 
 @jit
@@ -307,7 +309,7 @@ def eight_bit_by_torch(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def factors_of(magnitudes: torch.Tensor, largest: float) -> torch.Tensor:
     """Returns the factors with which the largest magnitudes become the largest number, as `factor_of` does."""
     divisor = magnitudes.new_full((), largest)  # on a GPU, torch divides by a number by multiplying with its reciprocal
-    return (magnitudes / divisor).clamp(min=SMALLEST)
+    return torch.where(magnitudes > 0, (magnitudes / divisor).clamp(min=SMALLEST), OF_ZEROS.value)
 
 
 def share_clipped(source: Source) -> float:

@@ -18,7 +18,7 @@ from tests.conformance.paged import PagedCase
 from tests.kernels.hopper import gluon_on_cpu
 from warpwave import PagedKVCache, precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import append_kv, dropout
+from warpwave.kernels import append_kv, dropout, quantize_tensor
 from warpwave.kernels.hopper import (
     factors,
     pages,
@@ -178,8 +178,8 @@ def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, feature
         ("bfloat16", "float8_e4m3fn:head", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
         ("float16", "int8:head", 64, (192, 128), flash_fwd.Config(128, 64, 2)),
         ("bfloat16", "float8_e4m3fn:token", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
-        ("float16", "int8:token", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
-        ("float16", "float8_e4m3fn:token", 64, (48, 16), flash_fwd.Config(64, 128, 3)),
+        ("bfloat16", "int8:token", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
+        ("bfloat16", "float8_e4m3fn:token", 64, (48, 16), flash_fwd.Config(64, 128, 3)),
         ("bfloat16", "int8:token", 16, (256, 256), flash_fwd.Config(128, 32, 2)),
         ("bfloat16", "int8:head", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
         ("float16", "float8_e4m3fn:head", 32, (48, 16), flash_fwd.Config(64, 128, 3)),
@@ -216,14 +216,14 @@ def test_the_factor_of_a_token_is_for_rows_that_see_it(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zeros", "dtype"), [("one token", "float16"), ("most tokens", "float16"), ("all tokens", "bfloat16")]
+    ("zeros", "factor"), [("one token", None), ("one token", 1.0), ("most tokens", None), ("all tokens", 0.0)]
 )
-def test_tokens_whose_values_are_zero(zeros: str, dtype: str) -> None:
-    """`PagedKVCache` writes their factors; beside a large one, probabilities of small values would leave float16's
-    range, and weights of a small one must not overflow in the sum of many tokens."""
-    keys = 8448 if zeros == "all tokens" else 300
+def test_tokens_whose_values_are_zero(zeros: str, factor: float | None) -> None:
+    """Their factor is that of `PagedKVCache`, or one of another program. Beside a large one, probabilities of small
+    values leave float16's range unless they are raised; weights of a small one must not overflow in a sum of many."""
+    keys, dtype = 8448 if zeros == "all tokens" else 300, "bfloat16"
     g = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, n, 1, 16, generator=g).to(getattr(torch, dtype)) for n in (40, keys))
+    q, k = (torch.randn(1, n, 1, 16, generator=g).bfloat16() for n in (40, keys))
     v = 0.008 * torch.randn(1, keys, 1, 16, generator=g).to(k.dtype)
     if zeros == "one token":
         v[:, 7] = 0
@@ -240,6 +240,9 @@ def test_tokens_whose_values_are_zero(zeros: str, dtype: str) -> None:
     case = PagedCase(256, dtype, (16, 16), (1, 1), ((40, keys),), True, cache="float8_e4m3fn:token", max_seqlen_k=keys)
     call = paged.build(case, "normal", CPU)
     o, layer = call.operands, cache.layer
+    if factor is not None:
+        assert layer.v_descale is not None
+        layer.v_descale[layer.v_descale == quantize_tensor.OF_ZEROS.value] = factor
     operands = o._replace(
         q=q[0], k=layer.k, v=layer.v, k_descale=layer.k_descale, v_descale=layer.v_descale,
         page_table=layer.page_table, seqused_k=layer.seqused_k, rows=cache.index([row]),

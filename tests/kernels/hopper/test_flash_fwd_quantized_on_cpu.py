@@ -137,18 +137,16 @@ def test_factors_of_values_of_any_size(factor: float) -> None:
         torch.testing.assert_close(found.float() / factor, expected.float(), rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize("zeros", [(0,), (2,), (0, 2), (1, 2), (0, 1, 2)])
-@pytest.mark.parametrize("size", [1.0, 1e6])
-def test_blocks_whose_values_are_zero(zeros: tuple[int, ...], size: float) -> None:
-    """`quantize` gives them its smallest factor, also beside large ones: weights of their keys must not overflow."""
-    call = cases.build(replace(PLAIN, dims=(16, 16), lengths=(70, 192), dtype="int8:int8:64"), "normal", CPU)
-    v, factors = call.operands.v.clone(), call.operands.v_descale
-    assert factors is not None
-    factors = factors * size
-    for block in zeros:
-        v[:, 64 * block : 64 * (block + 1)] = 0
-        factors[..., block] = quantize_tensor.SMALLEST
-    gate(call._replace(operands=call.operands._replace(v=v, v_descale=factors)))
+@pytest.mark.parametrize("size", [1e-3, 1e9])
+@pytest.mark.parametrize("zeros", [slice(64), slice(64, None)])
+def test_blocks_of_zeros(zeros: slice, size: float) -> None:
+    """Beside the factor 1, small values lose precision. Beside one of 1e-30, sums of probabilities overflow."""
+    call = cases.build(replace(PLAIN, dtype="int8:int8:64"), "normal", CPU)
+    v = size * torch.randn(call.operands.v.shape, generator=torch.Generator().manual_seed(0))
+    v[:, zeros] = 0
+    source = quantize_tensor.Source(v, torch.int8, 64, None, False, 1.0, None, 0)
+    numbers, factors = quantize_tensor.by_torch(source, None)
+    gate(call._replace(operands=call.operands._replace(v=numbers, v_descale=factors)))
 
 
 def test_raw_integers() -> None:

@@ -184,8 +184,7 @@ def first_of(head):
 def bits_of_values(rules):
     """Returns the logarithm of a tile's factor of V relative to that of the first block, in bits, to a multiple of
     2^-13: the factor is off by 2^-14 at most. Relative, because a factor may be close to the limits of float32.
-    Blocks of zeros have the factor 1e-30. The sum of a row that sees n keys, all of them with a ratio r, overflows if
-    n / r reaches about 2^128: after 2^14 keys of zeros, if the first factor is above 10^5."""
+    The sum of a row that sees n keys, all of them with a ratio r, overflows if n / r reaches about 2^128."""
     bits = lg2(rules.factors.of_v.tile / rules.factors.of_v.first)
     # Adding 1.5 * 2^10 leaves 13 bits behind the point.
     return (bits + 1536.0) - 1536.0

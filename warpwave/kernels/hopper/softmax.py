@@ -41,10 +41,9 @@ class FromOffset:
 @aggregate
 class Weighted:
     """Scores in bits that include the logarithms of factors of V; `weights`, [1, keys], undo these in sums of
-    probabilities. The maximum lags if LAGS, beside bfloat16 queries (`rounding_of_the_largest`)."""
+    probabilities."""
 
     weights: gl.tensor
-    LAGS: gl.constexpr
 
 
 @constexpr_function
@@ -76,7 +75,7 @@ def with_values(scores, scale, rules, AT_EDGE: gl.constexpr):
         x = scores * scale + bits
         if AT_EDGE:  # the factor of a hidden token may be infinite or NaN
             x = gl.where(scores == float("-inf"), float("-inf"), x)
-        return x, Weighted(weights, rules.RAISES)
+        return x, Weighted(weights)
     elif has_blocks_of_values(rules.factors):
         bits = bits_of_values(rules)
         return scores, FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
@@ -258,11 +257,11 @@ def _settle_asm(lag, has_offset):
 
 
 @jit
-def settle(m, lead, top, factors, lag: gl.constexpr):
+def settle(m, lead, top, factors):
     """Runs `settled_maximum` for two rows per thread. `factors` are the scale and `FromOffset.offset`, if any, as
     tensors."""
     return gl.inline_asm_elementwise(
-        _settle_asm(lag, len(factors) > 1),
+        _settle_asm(LAG, len(factors) > 1),
         "=r,=r,=&r,=&r,=r,=r,0,1,4,5" + ",r,r" * (1 + len(factors)),
         [m, lead, top] + list(factors),
         dtype=(gl.float32, gl.float32, gl.float32),
@@ -274,8 +273,8 @@ def settle(m, lead, top, factors, lag: gl.constexpr):
 @jit
 def settled_maximum(scores, scale, m, lead):
     """Computes `new_maximum` on per-thread state, [64, 4]. Unless a score of its 16 rows leads its maximum by more than
-    LAG (0 for a `Weighted` without LAGS), a warp neither compares values across the threads of a row nor computes a
-    factor, which is 1. Worth 6 to 7 % at head_dim 64, 1 % at 256.
+    LAG, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
+    at head_dim 64, 1 % at 256.
 
     Returns:
         m: the new maxima, equal in a row's threads.
@@ -284,14 +283,13 @@ def settled_maximum(scores, scale, m, lead):
             maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
-    lag: gl.constexpr = LAG if not has_weights(scale) or scale.LAGS else 0.0
     if has_offset(scale):
         factors = (everywhere(scale.scale, top), everywhere(scale.offset, top))
     elif has_weights(scale):
         factors = (everywhere(1.0, top),)
     else:
         factors = (everywhere(scale, top),)
-    return settle(m, lead, top, factors, lag)
+    return settle(m, lead, top, factors)
 
 
 @jit
@@ -346,8 +344,8 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
     16-bit numbers would be taken as rounded the other way, and the error would double (3.9 times, one row in some
     thirty thousand).
 
-    With factors of tokens, the correction would need the weight of that probability's key. The rounding of a bfloat16
-    out hides the error; beside float16 queries the maximum does not lag, so that probability is exactly 1.
+    With factors of tokens, the correction would need the weight of that probability's key; the rounding of out to
+    bfloat16 hides the error.
     """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest

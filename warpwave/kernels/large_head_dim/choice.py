@@ -308,7 +308,7 @@ def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns the number of splits with which the grid fills the GPU once; each has at least two tiles of keys."""
     others = latent.sequences(problem)
     blocks = row_tiles(problem, config) * config.v_parts * others
-    places = 2 if gpu.vendor == "interpreter" else gpu.sms * _blocks_of_sm(problem, gpu, config)
+    places = 2 if gpu.vendor == "interpreter" else gpu.assumed_sms * _blocks_of_sm(problem, gpu, config)
     wanted = places // max(1, blocks)
     bytes_each = max(1, partials.workspace_bytes(problem, 1) * others // max(1, problem.batch))
     return max(1, min(wanted, problem.seqlen_k // (2 * config.block_n), MAX_SPLITS_BYTES // bytes_each))

@@ -165,7 +165,7 @@ def takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
     gave 3.18 with two blocks per multiprocessor and 3.97 with four; from pages of 64, 4.06 and 3.97 (H200, 576/512, 16
     sequences of 65,536 keys).
     """
-    places = 2 * gpu.sms
+    places = 2 * gpu.assumed_sms
     shares = sequences(problem) * (problem.seqlen_k // 128)
     return gpu.capability == 90 and is_latent(problem) and problem.head_dim <= 640 and shares >= places
 
@@ -190,7 +190,7 @@ def num_splits(problem: AttentionProblem, gpu: Gpu) -> int:
     with 2 (H200, 576/512).
     """
     others = sequences(problem)
-    sms = gpu.sms
+    sms = gpu.assumed_sms
     tiles = _tiles(problem)
     shares = BLOCKS_OF_SM * sms // others
     if shares > FEW_PARTS and tiles < SHORT * shares:

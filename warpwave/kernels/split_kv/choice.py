@@ -166,7 +166,7 @@ class Call:
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu, kind: Kind) -> None:
         self.problem, self.gpu, self.kind, self.config = problem, gpu, kind, kind.tile
-        self.sms = gpu.sms
+        self.sms = gpu.assumed_sms
         self.seqlen_k: Any = vars(problem)["seqlen_k"]
         # A row that computes with None raises TypeError, so it is evaluated for each call.
         self.tiles: Any = None  # tiles of rows

@@ -71,7 +71,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.seqlen_k < KEYS[0]:
         return [] if _between(problem, gpu, config) else outside
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
-    tiles, sms = blocks_with_rows(problem, config), gpu.sms
+    tiles, sms = blocks_with_rows(problem, config), gpu.assumed_sms
     shares = min(config.num_splits, sms // tiles)
     if shares >= fewest:
         return []
@@ -94,7 +94,7 @@ def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
         and not problem.packed
         and gpu.capability == 90
         and is_launched_ahead(gpu, config)
-        and blocks_with_rows(problem, config) <= 1.5 * gpu.sms
+        and blocks_with_rows(problem, config) <= 1.5 * gpu.assumed_sms
     )
 
 
@@ -110,5 +110,5 @@ def _tiny(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
         and problem.bias_shape is None
         and gpu.capability == 90
         and is_launched_ahead(gpu, config)
-        and blocks_with_rows(problem, config) <= gpu.sms
+        and blocks_with_rows(problem, config) <= gpu.assumed_sms
     )

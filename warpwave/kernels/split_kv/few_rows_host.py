@@ -140,7 +140,7 @@ def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> t
     contiguous keys this launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048
     25.7 and 27.7.
     """
-    sms = gpu.sms
+    sms = gpu.assumed_sms
     wide = padded(problem.head_dim) + padded(problem.head_dim_v)
     small = 16 <= problem.page_size < KEYS
     whole = ALONE * sms <= tiles and keys_seen >= LONG and wide > 128

@@ -110,7 +110,7 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config, few: bool) -> Pace
     Args:
         few: whether there are at most `FEW` tiles of rows per SM.
     """
-    sms, blocks = gpu.sms, blocks_per_sm(problem, gpu, config)
+    sms, blocks = gpu.assumed_sms, blocks_per_sm(problem, gpu, config)
     if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
         # A block of two warps with tiles of 8 bits has half of the bytes in flight, so twice as many blocks saturate
@@ -162,7 +162,7 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
 def _sizes(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[int, int, int]:
     """Returns the number of SMs, of tiles of rows, and of steps of the longest of these."""
     blocks, longest = blocks_with_rows(problem, config), max(1, longest_steps(problem, config))
-    return gpu.sms, blocks, longest
+    return gpu.assumed_sms, blocks, longest
 
 
 def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:

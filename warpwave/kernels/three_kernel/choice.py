@@ -92,7 +92,7 @@ class Call:
     """The properties of a call that the rows read. Sizes are computed when a row reads them."""
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
-        self.problem, self.gpu, self.sms = problem, gpu, gpu.sms
+        self.problem, self.gpu, self.sms = problem, gpu, gpu.assumed_sms
         self.is_float32, self.is_amd = problem.dtype == "float32", gpu.vendor == "amd"
         self.is_hopper, self.has_big_tiles = gpu.capability == 90, gpu.capability in (90, 100, 103)
         self.is_rdna = gpu.is_rdna

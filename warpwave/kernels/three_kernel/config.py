@@ -92,7 +92,7 @@ HOPPER_BYTES = 512 * 1024**2
 def with_workspace(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
     """Returns the config with the largest useful workspace, at most MAX_WORKSPACE_BYTES or a sixteenth of the device's
     memory unless one tile of queries takes more. Memory for sums is added to that for scores."""
-    sms = gpu.sms
+    sms = gpu.assumed_sms
     if config.scores == "hopper":
         wave = sms * least_bytes(problem, config)  # a block of 128 queries on each multiprocessor
         wanted = max(min(4 * wave, HOPPER_BYTES), 2 * wave)

@@ -31,7 +31,7 @@ def hopper_us(problem: AttentionProblem, gpu: Gpu) -> float:
     """Returns the time of three_kernel's own launches; infinity if they cannot compute the call."""
     if three_kernel_hopper.cannot(problem, gpu) or not (problem.seqlen_q and problem.seqlen_k and problem.batch):
         return math.inf
-    sms, (block_m, block_n, _) = gpu.sms, three_kernel_hopper.TILE
+    sms, (block_m, block_n, _) = gpu.assumed_sms, three_kernel_hopper.TILE
     key_tiles, columns = -(-problem.seqlen_k // block_n), -(-problem.head_dim_v // block_n)
     blocks = problem.batch * problem.num_heads_q * -(-problem.seqlen_q // block_m)
     rounds = -(-blocks * key_tiles // sms) * problem.head_dim + -(-blocks * columns // sms) * key_tiles * block_n
@@ -40,7 +40,7 @@ def hopper_us(problem: AttentionProblem, gpu: Gpu) -> float:
 
 def torch_us(problem: AttentionProblem, gpu: Gpu) -> float:
     """Returns the time with torch's products, which is at least the host's time to call them."""
-    sms, (block_m, block_n, _) = gpu.sms, three_kernel_hopper.TILE
+    sms, (block_m, block_n, _) = gpu.assumed_sms, three_kernel_hopper.TILE
     pairs = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     columns = pairs * (problem.head_dim + problem.head_dim_v) / (sms * block_m * block_n)
     shared = problem.num_heads_q != problem.num_heads_kv

@@ -80,7 +80,7 @@ def launches(
     band = problem.band(problem.seqlen_q, problem.seqlen_k)
     high = FAR if band.high is None else band.high
     keys_end = host.keys_end(problem)
-    sms, blocks, columns = gpu.sms, -(-chunk.rows // TILE[0]), -(-problem.head_dim_v // TILE[1])
+    sms, blocks, columns = gpu.assumed_sms, -(-chunk.rows // TILE[0]), -(-problem.head_dim_v // TILE[1])
     key_tiles, has_high = cut.width // TILE[1], band.high is not None
     # A block sees the tiles up to its last row's last key: half a tile more than the previous block.
     diagonal = (chunk.row_begin + TILE[0] - 1 + high) // TILE[0] + 2 if has_high else 2 * key_tiles

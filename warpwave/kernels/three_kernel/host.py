@@ -385,7 +385,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     written = scored * (p_bytes if fused else 4 * config.split_d)
     asked = cut.chunks if "library" in (config.scores, config.values) else ()
-    by_torch = tiles_of(problem, config, asked, gpu.sms, is_odd(problem))
+    by_torch = tiles_of(problem, config, asked, gpu.assumed_sms, is_odd(problem))
     at_once = 0 if is_odd(problem) else 1  # cuBLAS's tiles have an SM to themselves
     operands = (tiles * (m + n) if config.scores != "library" else library * 2 // 128) * problem.head_dim * size
     row_tiles = sum(chunk.heads * -(-chunk.rows // m) for chunk in cut.chunks)

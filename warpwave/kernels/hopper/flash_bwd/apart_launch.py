@@ -68,7 +68,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
     size = DTYPE_BYTES[problem.dtype]
     of = launch.Launch(
         kernel=dkv.dkv_kernel,
-        grid=min(scheduled_blocks(problem, config), gpu.sms),
+        grid=min(scheduled_blocks(problem, config), gpu.assumed_sms),
         tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         # Of a query: Q and dO.
         scalars=[
@@ -114,7 +114,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     statistic_rows = launches.query_tiles(problem, config.block_m) * config.block_m
     of = launch.Launch(
         kernel=dq.dq_kernel,
-        grid=min(tiles, gpu.sms),
+        grid=min(tiles, gpu.assumed_sms),
         tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_queries(problem, tensors, key_bytes, block_m, statistic_rows),

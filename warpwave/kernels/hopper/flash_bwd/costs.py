@@ -228,4 +228,4 @@ def _with_words(walk: Cost, problem: AttentionProblem, scores: int) -> Cost:
 
 def _persistent(walk: Cost, gpu: Gpu, smem: int) -> Cost:
     """Returns the cost of a launch of one block an SM, which draws its tiles, the longest first."""
-    return replace(walk, blocks=min(walk.blocks, gpu.sms), smem_bytes=smem, threads=THREADS, blocks_per_sm=1)
+    return replace(walk, blocks=min(walk.blocks, gpu.assumed_sms), smem_bytes=smem, threads=THREADS, blocks_per_sm=1)

@@ -88,7 +88,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
     pieces, pieces_v = product_pieces(problem)
     of = launch.Launch(
         kernel=joint.joint_kernel,
-        grid=min(items, gpu.sms),
+        grid=min(items, gpu.assumed_sms),
         tensors=(
             *launches.mapped(plans, sources),
             *beside(tensors),

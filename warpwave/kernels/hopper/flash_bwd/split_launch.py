@@ -145,7 +145,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
     plans = [*_plans(problem, sources[:4]), *of_rows]
     of = launch.Launch(
         kernel=split_dkv.split_dkv_kernel,
-        grid=min(scheduled_blocks(problem, config), gpu.sms),
+        grid=min(scheduled_blocks(problem, config), gpu.assumed_sms),
         tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_keys(problem, tensors, config, _row_bytes(problem)),
@@ -177,7 +177,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     _, stages_v = steps_of_dq(problem, config, 0)
     of = launch.Launch(
         kernel=split_dq.split_dq_kernel,
-        grid=min(tiles, gpu.sms),
+        grid=min(tiles, gpu.assumed_sms),
         tensors=(*launches.mapped(plans, _sources(tensors)), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_queries(problem, tensors, _row_bytes(problem), block_m, statistic_rows),

@@ -125,7 +125,7 @@ class Call:
     """The properties of a call that the rows of `RULES` read. Sizes are computed when a row reads them."""
 
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
-        self.problem, self.gpu, self.num_sms = problem, gpu, gpu.sms
+        self.problem, self.gpu, self.num_sms = problem, gpu, gpu.assumed_sms
         (
             self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_plain,
             self.is_bare, is_causal,

@@ -85,6 +85,9 @@ def _against_pages(problem: AttentionProblem) -> list[str]:
         return []
     others = {
         "float32": problem.dtype == "float32",
+        # Its probabilities are not raised (softmax.RAISE): beside a zero token with factor 1, which another program may
+        # have written, those of small values leave float16's range.
+        "factors of tokens beside float16 queries": problem.kv_factors == "token" and problem.dtype == "float16",
         f"pages of {problem.page_size}": problem.page_size < LEAST_PAGE,
         "results that do not depend on the batch": problem.batch_invariant,
         "a mask": problem.mask_shape is not None,
@@ -113,7 +116,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
         tiles, fewest = -(-rows // 64) * problem.batch * problem.num_heads_kv, 2 if rows <= 16 else 4
         # Record 2026-11-28-h200-decode-above-256.json: about level at 80 and 128 tiles of at most 16 rows.
-        if tiles < gpu.sms // fewest and reach(problem) >= MANY_KEYS:
+        if tiles < gpu.assumed_sms // fewest and reach(problem) >= MANY_KEYS:
             return [
                 f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim or "
                 "three_kernel is 1.3 to 29 x as fast (H200)"
@@ -126,7 +129,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
     if problem.mask_shape is not None or problem.bias_shape is not None:
         return []  # 16 heads x 512 with a key mask: 10.8 us against 31.3 (graph replays, an H200)
-    if not (short and tiles <= gpu.sms) or problem.dtype == "float32":
+    if not (short and tiles <= gpu.assumed_sms) or problem.dtype == "float32":
         return []  # in float32 this kernel is faster from 1 head x 512 on: 10 to 17 us against 28 (graphs, an H200)
     # Graph replays on an H200, hot, in us, this kernel / flash_fwd (the shipped record, suite tiny): 1 head x 64 3.99 /
     # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.
@@ -141,10 +144,10 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's: 1.02 to
     3.26 in 66 calls that these conditions leave to this kernel, 1.69 in the geometric mean; 0.84 to 0.98 in 4 short
     ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer. On 8-bit caches 1.01 to 2.38 in 46
-    calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json), and 1.21 to 4.63 in 40 with
+    calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json), and 1.23 to 4.63 in 22 with
     factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
     """
-    heads, sms = heads_together(problem), gpu.sms
+    heads, sms = heads_together(problem), gpu.assumed_sms
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, ROWS.value, heads)
     if rows < ROWS.value:
         return [f"a sequence has {rows} rows of a kv head on average; split_kv is faster with fewer than {ROWS.value}"]
@@ -201,7 +204,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         launches += 1
     of_tiles = walk(problem, config.block_m, config.block_n, config.heads)
     attend = Cost(
-        blocks=min(query_tiles(problem, config.block_m, config.heads), gpu.sms * config.blocks_per_sm),
+        blocks=min(query_tiles(problem, config.block_m, config.heads), gpu.assumed_sms * config.blocks_per_sm),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
         read_bytes=reads,
@@ -249,7 +252,7 @@ def _in_step(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     happens with one tile a block, at head sizes where both take equally long: the warpgroups start together, and only
     later tiles would shift them apart (H200: 7 to 20 steps of 1.8 us each; long runs of tiles take 1.3)."""
     tiles = query_tiles(problem, config.block_m, config.heads)
-    return config.groups == 3 and problem.head_dim <= 64 and tiles <= gpu.sms * config.blocks_per_sm
+    return config.groups == 3 and problem.head_dim <= 64 and tiles <= gpu.assumed_sms * config.blocks_per_sm
 
 
 def _loop(problem: AttentionProblem, width_v: int, parts: int) -> str:

@@ -200,7 +200,7 @@ def _launcher(
     maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
     tiles = query_tiles(problem, config.block_m, config.heads)
     schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
-    grid = min(tiles, gpu.sms * config.blocks_per_sm)
+    grid = min(tiles, gpu.assumed_sms * config.blocks_per_sm)
     of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES  # a call fewer without pages
     return known.family.launcher(grid, [*schedule, *known.scalars, *of_pages], maps)
 
@@ -425,7 +425,7 @@ def _specify(
     tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
     tiles = query_tiles(problem, config.block_m, config.heads)
-    sms = gpu.sms
+    sms = gpu.assumed_sms
     others = (words, operands.bias, inverses, operands.dropout_seed, *_factors(operands), *_tables(operands))
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,

@@ -200,7 +200,7 @@ def specify(
     tiles = _query_tiles(problem, config)
     return launch.Launch(
         kernel=hopper_large_head_dim_kernel,
-        grid=min(tiles, gpu.sms),
+        grid=min(tiles, gpu.assumed_sms),
         tensors=(*descriptors, out, lse, *operands[5:], host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles),
         constants=_constants(problem, config),
@@ -306,7 +306,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     # Bytes of K and V for each visited pair, in whole lines.
     of_keys = config.v_parts * line_bytes(size * problem.head_dim) + line_bytes(size * problem.head_dim_v)
     return Cost(
-        blocks=min(_query_tiles(problem, config), gpu.sms),
+        blocks=min(_query_tiles(problem, config), gpu.assumed_sms),
         flops=2 * scores * (width_k + width_v),
         exponentials=scores,
         read_bytes=size * rows * config.v_parts * problem.head_dim + visited * BLOCK_N * of_keys,
