@@ -59,7 +59,8 @@ def clipped_magnitude(magnitudes, allowed):
 
 @jit
 def factor_of(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    """Returns the factor with which the largest of some magnitudes becomes LARGEST, at least SMALLEST."""
+    """Returns the factor with which the largest of some magnitudes becomes LARGEST, at least SMALLEST; OF_ZEROS if all
+    are 0."""
     return tl.where(largest > 0.0, tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST), OF_ZEROS)
 
 
