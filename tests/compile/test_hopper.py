@@ -154,7 +154,7 @@ FULL_OF_8_BIT_PAGES = [
         *(
             pytest.param(head_dim, dtype, cache, config, marks=pytest.mark.full)
             for head_dim, cache, config in FULL_OF_8_BIT_PAGES
-            for dtype in (("bfloat16",) if ":token" in cache else ("bfloat16", "float16"))
+            for dtype in ("bfloat16", "float16")
             if (head_dim, dtype, cache, config) not in SAMPLE_OF_8_BIT_PAGES
         ),
     ],

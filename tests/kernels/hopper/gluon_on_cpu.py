@@ -21,7 +21,6 @@ from torch import Tensor
 
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import dropout as hopper_dropout
-from warpwave.kernels.hopper.softmax import LAG
 from warpwave.runtime import parameters
 from warpwave.runtime.launch import Launch, Mapped
 
@@ -271,13 +270,15 @@ class Barriers:
         return self, int(i)
 
 
-def settled(m: Tensor, lead: Tensor, top: Tensor, factors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def settled(
+    m: Tensor, lead: Tensor, top: Tensor, factors: tuple[Tensor, ...], lag: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """`softmax.settle`, by whole rows: what a thread keeps of its lead where no score rises is at most the row's."""
     scale, *zeros = factors
     zero = zeros[0] if zeros else torch.zeros_like(scale)
     top = top.amax(1, keepdim=True).expand_as(top)
     leads = fused_multiply_add(top, scale, -(m + zero))
-    rises = leads > LAG.value
+    rises = leads > lag
     m_new = torch.where(rises, top * scale - zero, (m + zero) - zero)
     alpha = torch.where(m_new != m, torch.exp2(m - m_new), 1.0)
     left = fused_multiply_add(top, scale, -(m_new + zero)) if zeros else torch.zeros_like(m)

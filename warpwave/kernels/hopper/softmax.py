@@ -16,8 +16,8 @@ from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, ji
 # Maximum lag, in bits, of a row's maximum behind its largest score before the accumulator is rescaled: probabilities
 # reach 2^4. Random scores of one variance rarely rise by 4 bits after the first tile.
 LAG = gl.constexpr(4.0)
-# Exponent of the factor of probabilities in float16 beside bfloat16 queries: the least normal probability is 2^-25
-# instead of 2^-14, and with the lag the largest number is 2^15.
+# Exponent of the factor of probabilities in float16 beside bfloat16 queries or with factors of tokens: the least normal
+# probability is 2^-25 instead of 2^-14, and with the lag the largest number is 2^15.
 RAISE = gl.constexpr(11.0)
 LOWER = gl.constexpr(2.0**-11)
 # parts.OFFSET_OF_INT8 as float32: sums of int8 products are too large by this number.
@@ -257,11 +257,11 @@ def _settle_asm(lag, has_offset):
 
 
 @jit
-def settle(m, lead, top, factors):
+def settle(m, lead, top, factors, lag: gl.constexpr):
     """Runs `settled_maximum` for two rows per thread. `factors` are the scale and `FromOffset.offset`, if any, as
     tensors."""
     return gl.inline_asm_elementwise(
-        _settle_asm(LAG, len(factors) > 1),
+        _settle_asm(lag, len(factors) > 1),
         "=r,=r,=&r,=&r,=r,=r,0,1,4,5" + ",r,r" * (1 + len(factors)),
         [m, lead, top] + list(factors),
         dtype=(gl.float32, gl.float32, gl.float32),
@@ -283,13 +283,14 @@ def settled_maximum(scores, scale, m, lead):
             maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
+    lag: gl.constexpr = 0.0 if has_weights(scale) else LAG
     if has_offset(scale):
         factors = (everywhere(scale.scale, top), everywhere(scale.offset, top))
     elif has_weights(scale):
         factors = (everywhere(1.0, top),)
     else:
         factors = (everywhere(scale, top),)
-    return settle(m, lead, top, factors)
+    return settle(m, lead, top, factors, lag)
 
 
 @jit
@@ -305,7 +306,7 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr, R
     shift = m
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
-    if RAISES:  # rounded, so the exponent of the largest may differ from the lead by 3e-7: out is bfloat16
+    if RAISES:  # rounded, so the exponent of the largest may differ from the lead by 3e-7: out is bfloat16, or lead 0
         shift = shift - RAISE
     factor = scale
     if has_offset(scale):
@@ -344,8 +345,8 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
     16-bit numbers would be taken as rounded the other way, and the error would double (3.9 times, one row in some
     thirty thousand).
 
-    With factors of tokens, the correction would need the weight of that probability's key; the rounding of out to
-    bfloat16 hides the error.
+    With factors of tokens, the correction would need the weight of that probability's key. So the maximum does not
+    lag there, and the probability is exactly 2^RAISE.
     """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest

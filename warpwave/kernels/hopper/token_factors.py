@@ -1,4 +1,4 @@
-"""The dequantization factors of an 8-bit cache in which each head of each token has its own, beside bfloat16 queries.
+"""The dequantization factors of an 8-bit cache in which each head of each token has its own.
 
 The producer reads the factors of a tile's keys and writes them into shared memory. The widener computes from them what
 consumers read, before it hands over the tile's K. Consumers multiply scores by the factors of K, and add the logarithms

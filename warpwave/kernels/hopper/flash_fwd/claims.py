@@ -85,9 +85,6 @@ def _against_pages(problem: AttentionProblem) -> list[str]:
         return []
     others = {
         "float32": problem.dtype == "float32",
-        # Its probabilities are not raised (softmax.RAISE): beside a zero token with factor 1, which another program may
-        # have written, those of small values leave float16's range.
-        "factors of tokens beside float16 queries": problem.kv_factors == "token" and problem.dtype == "float16",
         f"pages of {problem.page_size}": problem.page_size < LEAST_PAGE,
         "results that do not depend on the batch": problem.batch_invariant,
         "a mask": problem.mask_shape is not None,

@@ -130,7 +130,7 @@ def hopper_flash_fwd_kernel(
             of_q = OfTensor(q_descale_ptr, q_descale_strides, Q_BLOCK)
         factors = Factors(of_q, of_k, of_v, schedule.group_size)
     aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
-    raises: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
+    raises: gl.constexpr = TOKEN_FACTORS or (NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16)
     rules = Rules(call_options, aligns_keys, raises, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
