@@ -41,9 +41,10 @@ class FromOffset:
 @aggregate
 class Weighted:
     """Scores in bits that include the logarithms of factors of V; `weights`, [1, keys], undo these in sums of
-    probabilities."""
+    probabilities. The maximum lags if LAGS, beside bfloat16 queries (`rounding_of_the_largest`)."""
 
     weights: gl.tensor
+    LAGS: gl.constexpr
 
 
 @constexpr_function
@@ -75,7 +76,7 @@ def with_values(scores, scale, rules, AT_EDGE: gl.constexpr):
         x = scores * scale + bits
         if AT_EDGE:  # the factor of a hidden token may be infinite or NaN
             x = gl.where(scores == float("-inf"), float("-inf"), x)
-        return x, Weighted(weights)
+        return x, Weighted(weights, rules.factors.LAGS)
     elif has_blocks_of_values(rules.factors):
         bits = bits_of_values(rules)
         return scores, FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
@@ -283,7 +284,7 @@ def settled_maximum(scores, scale, m, lead):
             maximum over its threads.
     """
     top = gl.convert_layout(own_maxima(scores, scores.shape[1]), m.type.layout, assert_trivial=True)
-    lag: gl.constexpr = 0.0 if has_weights(scale) else LAG
+    lag: gl.constexpr = LAG if not has_weights(scale) or scale.LAGS else 0.0
     if has_offset(scale):
         factors = (everywhere(scale.scale, top), everywhere(scale.offset, top))
     elif has_weights(scale):
@@ -306,7 +307,7 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr, R
     shift = m
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
-    if RAISES:  # rounded, so the exponent of the largest may differ from the lead by 3e-7: out is bfloat16, or lead 0
+    if RAISES:  # rounded, so the exponent of the largest may differ from the lead by 3e-7: out is bfloat16, or no lead
         shift = shift - RAISE
     factor = scale
     if has_offset(scale):
@@ -345,8 +346,8 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
     16-bit numbers would be taken as rounded the other way, and the error would double (3.9 times, one row in some
     thirty thousand).
 
-    With factors of tokens, the correction would need the weight of that probability's key. So the maximum does not
-    lag there, and the probability is exactly 2^RAISE.
+    With factors of tokens, the correction would need the weight of that probability's key. The rounding of a bfloat16
+    out hides the error; beside float16 queries the maximum does not lag, so that probability is exactly 2^RAISE.
     """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest
