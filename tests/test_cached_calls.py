@@ -29,6 +29,7 @@ from warpwave.kernels.paging import offsets_within
 from warpwave.kv_cache import new_tokens
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
+from warpwave.runtime.triton_or_stub import INTERPRETED
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 WRITERS = {"kernel": True, "torch": False}
@@ -449,3 +450,15 @@ def test_a_row_without_queries_needs_no_evicted_token() -> None:
         attention_with_kv_cache(
             q, cache, rows=[1, 0], max_seqlen_q=2, **said
         )  # which row has queries is not known on the host
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is off")
+def test_a_compiled_call_can_launch() -> None:
+    """Dynamo traces the call piece by piece. It must not trace Triton's interpreter, whose uint64 it cannot compute."""
+    cache, q = two_rows(), tokens(2, 1, 4, 8, seed=5)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = attention_with_kv_cache(q, cache, rows=[0, 1], kernel="split_kv")
+        return out
+
+    assert torch.equal(torch.compile(call, backend="eager")(q), call(q))

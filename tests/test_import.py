@@ -1,4 +1,4 @@
-"""What `import warpwave` costs and does, seen from fresh processes."""
+"""What `import warpwave` costs and does, seen from fresh and forked processes."""
 
 from __future__ import annotations
 
@@ -47,6 +47,25 @@ def test_every_public_name_resolves_and_starts_no_gpu() -> None:
         "import torch; print(torch.cuda.is_initialized())"
     )
     assert run_python(code) == "False"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_makes_plans() -> None:
+    """The child waited forever for a lock that a thread of its parent held."""
+    code = """
+import os, signal, torch, warpwave
+from warpwave import plans
+
+q = torch.randn(1, 4, 2, 16)
+plans._planning.acquire()
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    signal.alarm(20)
+    warpwave.attention(q, q.clone(), q.clone())
+    os._exit(0)
+"""
+    run_python(code)
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:

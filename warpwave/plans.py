@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -60,6 +61,16 @@ _told: set[str] = set()
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 # Whether torch fills new memory. A plan allocates by the mode in which it was made.
 is_deterministic = torch._C._get_deterministic_algorithms
+
+
+def _forget_planning() -> None:
+    """Replaces the lock in a forked process, in which the thread that holds it does not exist."""
+    global _planning
+    _planning = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_planning)
 
 
 class Class(NamedTuple):

@@ -464,6 +464,8 @@ def test_errors_name_the_arguments_of_the_caller() -> None:
         (flash_attn.flash_attn_qkvpacked_func, {}, {"qkv": None}, "qkv is a NoneType"),
         (flash_attn.flash_attn_kvpacked_func, {"q": q}, {"kv": [1]}, "kv is a list"),
         (flash_attn_3.flash_attn_qkvpacked_func, {"qkv": q}, {"num_heads_q": "x"}, "num_heads_q is 'x'"),
+        (varlen_2, varlen, {"causal": cu}, "causal is tensor"),
+        (varlen_3, varlen, {"deterministic": cu}, "deterministic is tensor"),
     ]  # fmt: skip
     for function, good, change, text in wrong:
         with pytest.raises((warpwave.InvalidInput, warpwave.InvalidType), match=text):

@@ -97,10 +97,12 @@ def test_lazily_negated_tensors_and_strided_offsets_are_straightened(monkeypatch
         assert ours is wanted or torch.equal(ours, wanted), name
 
 
-def test_no_tokens_have_factors_of_1() -> None:
-    source = Source(numbers(2, 0, 3, 48).half(), torch.int8, "head", None, False, 1.0, None, 0)
+@pytest.mark.parametrize("granularity", ["tensor", "head", 64])
+def test_no_tokens_have_the_factor_of_zeros(granularity: str | int) -> None:
+    source = Source(numbers(2, 0, 3, 48).half(), torch.int8, granularity, None, False, 1.0, None, 0)
     out, factor = by_triton(source, None)(source.x, None, None, None)
-    assert out.shape == (2, 0, 3, 48) and torch.equal(factor, torch.ones(2, 3, device=DEVICE))
+    assert out.shape == (2, 0, 3, 48) and torch.equal(factor, by_torch(source, None)[1])
+    assert (factor == 2.0**-40).all()
 
 
 @pytest.mark.parametrize("way", [by_torch, by_triton])

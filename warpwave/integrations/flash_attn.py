@@ -57,15 +57,12 @@ def options(
         left, right = (-1 if side is None else max(-1, as_int("a side of window_size", side)) for side in window_size)
     except (TypeError, ValueError):
         raise InvalidType(f"window_size is {window_size!r}; it must be (left, right)") from None
-    asked: Any = causal
-    if not (asked is None or isinstance(asked, int | torch.Tensor) or type(asked).__name__ == "bool"):
-        raise InvalidType(f"causal is {causal!r}; it must be True or False")  # NumPy's class is named bool, too
     cap = 0.0 if softcap is None else as_float("softcap", softcap)
     if learnable_sink is not None:
         check_is_tensor("learnable_sink", learnable_sink)
     return {
         "softmax_scale": softmax_scale,
-        "causal": bool(causal),
+        "causal": host_bool("causal", causal),
         "window_size": (left, right),
         "softcap": 0.0 if cap < 0 else cap,
         "alibi_slopes": alibi_slopes,
@@ -89,7 +86,7 @@ def for_training(deterministic: bool, dropout_p: float = 0.0, returns_probabilit
             f"return_attn_probs was given with dropout_p {dropout_p}; warpwave returns no probabilities", {},
             "warpwave.attention(..., dropout_p=, return_lse=True) for the log-sum-exp",
         )  # fmt: skip
-    return {"dropout_p": dropout_p, "deterministic": True if deterministic else None}
+    return {"dropout_p": dropout_p, "deterministic": host_bool("deterministic", deterministic) or None}
 
 
 def host_int(name: str, value: Any) -> int:
@@ -98,6 +95,14 @@ def host_int(name: str, value: Any) -> int:
         return int(value)
     number: int = as_int(name, value)
     return number
+
+
+def host_bool(name: str, value: Any) -> bool:
+    """Returns a switch, which may be None, an integer or a tensor of one, as a bool."""
+    is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else value is None or isinstance(value, int)
+    if not is_one and type(value).__name__ != "bool":  # NumPy's class has the same name
+        raise InvalidType(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
 
 
 def check_is_tensor(name: str, value: Any) -> None:

@@ -347,7 +347,7 @@ def by_triton(source: Source, saturated: torch.Tensor | None) -> Rounding:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         given = tensors(x, mean, offsets, saturated)
         if is_empty:
-            given[2].fill_(1.0)
+            given[2].fill_(OF_ZEROS.value)
         for launcher in launchers:
             launcher(*given)
         return given[1], given[2]

@@ -202,6 +202,9 @@ class Family:
         with _interpreter:
             self._kernel[(sizes[0],)](*self._arguments(sizes, arguments), **self._options)
 
+    if INTERPRETED:  # Dynamo would trace the interpreter's NumPy arithmetic, parts of which it cannot compute
+        _in_interpreter = torch.compiler.disable(_in_interpreter)
+
 
 def _number(take: Take) -> int | None:
     """Returns the number of the argument that a parameter takes or describes."""

@@ -32,6 +32,8 @@ def test_cards_by_name_prefix_and_all() -> None:
     for wrong in ("h200,h900", ",", "x"):
         with pytest.raises(InvalidInput, match="explain --gpu all"):
             cards(wrong)
+    with pytest.raises(InvalidInput, match="'cpu' is not in the catalog, and a list has only cards"):
+        cards("h200,cpu")
 
 
 def test_each_card_has_a_bar_and_says_what_was_validated() -> None:

@@ -334,6 +334,7 @@ def test_what_does_not_fit_is_exit_code_1() -> None:
         (["flash_fwd", "--arch", "sm_90", "--config", "block_m=64,block_m=128"], "block_m is given twice"),
         (["flash_fwd", "--arch", "sm_90", "--config", "num_stages=100000"], "it can be 32 at most"),
         (["flash_fwd", "--arch", "sm_90", "--config", "block_n=1048576"], "it can be 4,096 at most"),
+        (["flash_fwd", "--arch", "sm_90", "--config", "2048x512x8x2"], "block_m * block_n is 1,048,576"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

@@ -57,7 +57,7 @@ def cards(names: str) -> list[DataSheet]:
         except ValueError as error:
             raise InvalidInput(str(error)) from None
         if sheet is None:
-            raise InvalidInput(f"GPU {name!r} is not in the catalog; {hint(name)}")
+            raise InvalidInput(f"GPU {name!r} is not in the catalog, and a list has only cards; {hint(name)}")
         found.append(sheet)
     if not found:
         raise InvalidInput(f"{names!r} names no card; {hint(names)}")

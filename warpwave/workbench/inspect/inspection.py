@@ -317,6 +317,7 @@ def config_name(config: dict[str, Any]) -> str:
 
 MOST = {"num_warps": 32, "num_stages": 32}  # CUDA's limit of warps per block; far more stages than fit
 MOST_OF_A_TILE = 4096  # rows or columns
+MOST_SCORES = 2**17  # of a tile: the most registers of a block on any GPU, 512 on each of 256 lanes of an AMD CDNA
 
 
 def parse_config(text: str, default: Any) -> Any:
@@ -353,7 +354,10 @@ def parse_config(text: str, default: Any) -> Any:
             most = MOST_OF_A_TILE if name.startswith("block_") else MOST.get(name)
             if most is not None and value > most:  # no device could run it, and compiling it might never end
                 raise ValueError(f"{name} is {value}; it can be {most:,} at most")
-        return replace(default, **wanted)
+        config = replace(default, **wanted)
+        if hasattr(config, "block_n") and (scores := config.block_m * config.block_n) > MOST_SCORES:
+            raise ValueError(f"block_m * block_n is {scores:,}; it can be {MOST_SCORES:,} at most")
+        return config
     except ValueError as error:
         raise InvalidInput(f"config {text!r}: {error}") from None
 
