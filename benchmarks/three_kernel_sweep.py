@@ -70,7 +70,7 @@ def space(problem: AttentionProblem, gpu: Gpu, *, num_stages: int = 3) -> Iterat
                     softmax_keys=min(4096, 1 << (problem.seqlen_k - 1).bit_length()),
                     softmax_warps=max(1, threads // gpu.warp_size),
                 )
-                config = three_kernel.with_workspace(problem, gpu, config)
+                config = three_kernel_configs.with_workspace(problem, gpu, config)
                 yield config, _refusal(problem, gpu, config)
 
 

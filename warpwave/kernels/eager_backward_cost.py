@@ -11,8 +11,6 @@ from warpwave.kernels.eager import Config, configs
 from warpwave.kernels.eager_cost import PASSES_OF_EDGE, tiles_of_sequence
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
-__all__ = ["GRADIENTS", "NAME", "NEEDS_GPU", "Config", "arithmetic_of", "configs", "cost", "default", "why_not"]
-
 NAME = "eager backward"
 NEEDS_GPU = False
 GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")

@@ -58,8 +58,7 @@ from warpwave.kernels.column_tiles import (
 )
 from warpwave.kernels.descales import float8_out, probabilities
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
-from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
-from warpwave.kernels.flash_fwd.costs import cost
+from warpwave.kernels.flash_fwd.config import Config, fitting, smem_bytes, space
 from warpwave.kernels.groups import Descales, Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.prepass import split_ahead
@@ -87,8 +86,6 @@ from warpwave.operands import AnyOperands, QuantizedOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
-
-__all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes", "specify", "why_not"]
 
 NAME = "flash_fwd"
 NEEDS_GPU = True

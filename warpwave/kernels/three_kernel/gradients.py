@@ -10,24 +10,11 @@ from typing import Any
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn
 from warpwave.kernels.gradient_costs import keys_of
-from warpwave.kernels.three_kernel.backward import WHOLE_ROW, backward, by_sight, plan_of, runs_of_heads, why_not
+from warpwave.kernels.three_kernel.backward import WHOLE_ROW, backward, by_sight, plan_of, runs_of_heads
+from warpwave.kernels.three_kernel.backward import why_not as why_not
 from warpwave.kernels.three_kernel.backward_memory import gradient_bytes, peak_bytes
 from warpwave.operands import AnyOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
-
-__all__ = [
-    "GRADIENTS",
-    "NAME",
-    "NEEDS_GPU",
-    "READS_RESULTS",
-    "Config",
-    "arithmetic_of",
-    "bind",
-    "configs",
-    "cost",
-    "default",
-    "why_not",
-]
 
 NAME = "three_kernel backward"
 NEEDS_GPU = True

@@ -18,37 +18,18 @@ from warpwave.kernels.hopper.flash_bwd import apart_launch, hidden, joint_launch
 from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     config_of_bias,
-    configs,
-    default,
     divided_tail,
     dq_columns,
     group_splits,
     has_hidden_rows,
     scheduled_blocks,
-    smem_bytes,
     steps_of_dq,
-    why_not,
 )
-from warpwave.kernels.hopper.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.hopper.flash_bwd.launches import Hidden, Step, Tensors, Workspace
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.scratch import Need, maker
-
-__all__ = [
-    "GRADIENTS",
-    "NAME",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "cost_of_bias",
-    "default",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]
 
 NAME = "hopper/flash_bwd"
 NEEDS_GPU = True

@@ -18,7 +18,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
     has_widener,
-    heads_together,
+    heads_of_tile,
     narrow_stages,
     num_parts,
     out_columns,
@@ -36,8 +36,6 @@ from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.tensor_maps import has_map
-
-__all__ = ["Binder", "bind", "specify"]
 
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
@@ -370,7 +368,7 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
 
 
 def _refuse_heads(problem: AttentionProblem, config: Config) -> None:
-    most = heads_together(problem)
+    most = heads_of_tile(problem)
     if config.heads > most:
         raise UnsupportedProblem(
             f"{config} cannot run {problem.describe()}",
