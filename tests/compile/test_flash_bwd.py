@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import FLASH_FEATURES, TARGETS, WITH_MMA, compile_all, matrix_instructions
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # Bytes of local memory a thread may take, by dtype and head_dim, where not none. With Triton 3.7.1.
 SAMPLE = ("sm_80", "gfx942")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import FEATURES, compile_all
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # Bytes of local memory a thread may take, over Triton 3.6 to 3.9, none of them in a loop over keys without a mask. 3.6
 # and 3.7 take up to 32 beside windows and packed sequences and none elsewhere; 3.9 keeps the coordinates of a tile.

@@ -16,6 +16,7 @@ from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.paged import PagedCase
 from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave import PagedKVCache, precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import append_kv, dropout, quantize_tensor
@@ -38,7 +39,6 @@ from warpwave.kv_cache import new_tokens
 from warpwave.operands import AnyOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
 
 MODULES = (
@@ -47,7 +47,7 @@ MODULES = (
 )
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 def on_cpu(

@@ -15,6 +15,7 @@ from tests.conformance.cases import Call, Case
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from tests.kernels.hopper.test_flash_fwd_on_cpu import MODULES
+from tests.marks import needs_triton
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import quantize_tensor
@@ -22,11 +23,10 @@ from warpwave.kernels.hopper import flash_fwd
 from warpwave.kernels.hopper.flash_fwd import Config, config
 from warpwave.kernels.prepass import widen_values
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 def on_cpu(call: Call, chosen: Config) -> tuple[Tensor, Tensor]:

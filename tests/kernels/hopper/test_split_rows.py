@@ -12,15 +12,15 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.conformance.cases import PLAIN, Call
+from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel, split_rows
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors, Workspace
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
 CASE = replace(PLAIN, dtype="float32:default", lengths=(150, 130), heads=(2, 1), batch=2, lse=True)
