@@ -29,7 +29,7 @@ import warpwave
 from warpwave import autograd, dispatch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
-from warpwave.operands import Operands
+from warpwave.operands import DIFFERENTIABLE, Operands
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.inputs import call_arguments, make_operands
@@ -140,7 +140,7 @@ class Steps:
         """Returns a step that computes the gradients of q, k and v by one kernel, and of the bias if named."""
         module = next((m for m in dispatch.GRADIENT_KERNELS if task.kernel == m.NAME), None)
         names = ("q", "k", "v", "bias") if task.of_bias else ("q", "k", "v")
-        wanted = [name in names for name in autograd.DIFFERENTIABLE_NAMES]
+        wanted = [name in names for name in DIFFERENTIABLE]
         if module is None:
             run = autograd.bind_gradients(self.problem, self.gpu, self.detached, wanted, task.kernel)
         else:

@@ -30,7 +30,7 @@ from warpwave.api import attention
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.integrations.flash_attn import check_is_tensor, packed
 from warpwave.kernels import dropout
-from warpwave.operands import AnyOperands, DropoutOperands, Operands
+from warpwave.operands import DIFFERENTIABLE, DropoutOperands, Operands
 from warpwave.options import LARGEST, Options, as_float, as_window, with_positive_scale
 from warpwave.problem import Causal
 
@@ -581,13 +581,12 @@ def _gradients(
     dout: Any, out: Any, lse: Any, operands: Operands, random_state: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of q, k and v from the results of the forward, its random state included."""
-    wanted = [name in ("q", "k", "v") for name in autograd.DIFFERENTIABLE_NAMES]
+    wanted = [name in ("q", "k", "v") for name in DIFFERENTIABLE]
     q, scale = with_positive_scale(operands.q, options.softmax_scale)  # as in the forward
     options = options._replace(return_lse=True, needs_grad=True, softmax_scale=scale)
-    given: AnyOperands = operands._replace(q=q)
-    if options.dropout_p:
-        given = DropoutOperands(*given[:9], random_state.view(torch.int64))
-    tensors = autograd.schema_tensors(given)
+    given = operands._replace(q=q)
+    seeded = DropoutOperands(*given, random_state.view(torch.int64)) if options.dropout_p else given
+    tensors = autograd.schema_tensors(seeded)
     found = autograd.operator_gradients(dout, None, out, lse, wanted, tensors, options, "auto")
     dq, dk, dv = (grad for grad in found[:3] if grad is not None)
     return dq if q is operands.q else -dq, dk, dv
