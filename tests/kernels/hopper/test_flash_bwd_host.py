@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.test_new_lengths import Card, card, device, known, pytestmark
@@ -23,6 +22,7 @@ from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, divided_tai
 from warpwave.kernels.hopper.host import bias_bytes
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch, parameters
+from warpwave.workbench.bench.peers.peer import OperatorNames
 
 __all__ = ["card", "device", "known", "pytestmark"]  # fixtures
 BACKWARD = ["statistics_kernel", "joint_kernel", "finish_dq_kernel"]  # in the order in which they are compiled
@@ -315,7 +315,7 @@ def test_without_the_argument_torchs_mode_is_read_when_gradients_are_computed(ca
 def test_the_operator_takes_the_argument_as_well(card: Card) -> None:
     """A call that a mode sees goes through the operator, and so does its backward."""
     q, k, v = inputs()
-    with CountingMode():
+    with OperatorNames():
         torch.autograd.grad(warpwave.attention(q, k, v, deterministic=True).sum(), (q, k, v))
     assert orders(card) == [True]
 
@@ -326,13 +326,6 @@ def test_dropout_takes_the_same_kernels(card: Card) -> None:
     for p in (0.1, 0.5, 0.9):
         torch.autograd.grad(warpwave.attention(q, k, v, dropout_p=p).sum(), (q, k, v))
     assert compiled(card)[1:] == BACKWARD
-
-
-class CountingMode(TorchDispatchMode):
-    """A mode that only looks on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def test_layouts_that_hooks_bring_back_are_bound_anew(card: Card) -> None:
