@@ -35,6 +35,7 @@ KERNELS = {module.NAME: module for module in dispatch.KERNELS}
 
 
 def problem_of(fields: dict[str, Any]) -> AttentionProblem:
+    fields = dict(fields)
     if fields.get("causal"):
         fields["causal"] = Causal(fields["causal"])
     for name in ("mask_shape", "bias_shape", "alibi_shape", "window_size", "descale_blocks"):

@@ -34,6 +34,7 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     stride_unit,
+    strides_in,
     token_strides,
     two_loops,
     window,
@@ -217,11 +218,7 @@ def specify(
         given = [(0, 0, 0, 0) if t is None else token_strides(t) for t in rows]
         return [number for strides in given for number in (*(stride // unit for stride in strides[:-1]), 1)]
 
-    shared: list[int | float | None] = []
-    for tensor in operands[:3]:
-        *outer, inner = token_strides(tensor)
-        shared += (*(stride // unit for stride in outer), inner)
-    shared += in_units(dout)
+    shared: list[int | float | None] = [*strides_in(unit, *operands[:3]), *in_units(dout)]
     shared += score_rules(problem, *operands[3:6])
     shared += (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
     shared += (*window(problem), *dropout.scalars(problem.dropout_p), *lse_strides(problem))

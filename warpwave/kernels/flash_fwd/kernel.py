@@ -38,8 +38,8 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     stride_unit,
+    strides_in,
     tile_widths,
-    token_strides,
     two_loops,
     window,
 )
@@ -464,10 +464,8 @@ def _scalars(
 ) -> list[int | float | None]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     unit = stride_unit(*operands[:3], out)
-    strides: list[int] = []
-    for tensor in (*operands[:3], out):
-        *outer, inner = token_strides(tensor)
-        strides += (*(stride // unit for stride in outer), 1 if tensor is out else inner)
+    strides = strides_in(unit, *operands[:3], out)
+    strides[-1] = 1  # elements of out are adjacent
     strides += lse_strides(problem)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return [

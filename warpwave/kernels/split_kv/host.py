@@ -42,8 +42,8 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     stride_unit,
+    strides_in,
     tile_widths,
-    token_strides,
     window,
 )
 from warpwave.kernels.split_kv import few_rows_host as few_rows
@@ -354,12 +354,8 @@ def _scalars(
     """
     unit = stride_unit(*operands[:3]) if unit is None else unit
     paged = isinstance(operands, CachedOperands)
-    strides: list[int] = []
-    for tensor in operands[:3]:
-        outer, token, head, element = token_strides(tensor)
-        strides += (outer // unit, token // unit, head // unit, element)
     return [
-        *strides,
+        *strides_in(unit, *operands[:3]),
         config.num_splits,
         *score_rules(problem, *operands[3:6]),
         problem.seqlen_q,

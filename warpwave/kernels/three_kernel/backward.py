@@ -269,7 +269,6 @@ def by_sight(problem: AttentionProblem, chunk: Chunk) -> Iterator[Chunk]:
 
 def backward(
     problem: AttentionProblem,
-    gpu: Gpu,
     operands: Operands,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

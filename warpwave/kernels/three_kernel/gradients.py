@@ -33,7 +33,7 @@ def bind(
     problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], config: Config
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns `run(operands, results, dout, dlse)`: `backward` of a problem; `results` are not read."""
-    return lambda operands, results, dout, dlse: backward(problem, gpu, operands, dout, dlse, wanted)
+    return lambda operands, results, dout, dlse: backward(problem, operands, dout, dlse, wanted)
 
 
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
