@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.conformance.cases import Call, Case
+from tests.conformance.gates import forward_references, judge_forward
 from warpwave import UnsupportedProblem, attention, attention_varlen, dispatch
 from warpwave.gpu import current_gpu
 from warpwave.operands import AnyOperands, QuantizedOperands
@@ -136,3 +137,11 @@ def by_sequence(call: Call, x: Tensor) -> list[Tensor]:
         return list(x)
     cu_seqlens = call.operands.cu_seqlens_q if len(x) == call.problem.total_q else call.operands.cu_seqlens_k
     return list(x.split(cu_seqlens.diff().tolist()))
+
+
+def assert_gates(kernel: str, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Returns out and lse of a call after they pass the gates."""
+    out, lse = run(kernel, call)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+    return out, lse

@@ -65,9 +65,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) ->
     from warpwave.kernels.hopper import pages, parts, rows, softmax
     from warpwave.kernels.split_kv import few_rows_device as device
 
-    q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     acc, state = partials.allocate(problem, config.num_splits, "cpu") if config.num_splits > 1 else (None, None)
     for tensor in (acc, state):
         if tensor is not None:

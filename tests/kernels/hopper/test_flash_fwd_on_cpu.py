@@ -58,11 +58,7 @@ def on_cpu(
 ) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel and its roles, one block after another; appends the maps of K and V.
     Blocks that share an SM would use named barriers, which `gluon_on_cpu` does not have."""
-    out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=operands.q.dtype)
-    lse = torch.full(
-        (problem.num_heads_q, problem.total_q) if problem.packed else
-        (problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan,
-    )  # fmt: skip
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     config = replace(config, blocks_per_sm=1)
     if problem.dtype == "float32":
         ahead, attend, of_parts, _ = flash_fwd._specify_parts(problem, H200, operands, out, lse, config)

@@ -33,12 +33,7 @@ def on_cpu(call: Call, chosen: Config) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel and its roles, one block after another. Blocks that share an SM would
     use named barriers, which `gluon_on_cpu` does not have."""
     problem, operands, chosen = call.problem, call.operands, replace(chosen, blocks_per_sm=1)
-    out = torch.full(
-        (*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=getattr(torch, problem.dtype_of_out)
-    )
-    rows_of_lse = (problem.total_q,) if problem.packed else (problem.seqlen_q,)
-    batches = () if problem.packed else (problem.batch,)
-    lse = torch.full((*batches, problem.num_heads_q, *rows_of_lse), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     specified = flash_fwd.specify(problem, H200, operands, out, lse, chosen)
     *ahead, attend = (specified,) if isinstance(specified, launch.Launch) else specified
     for spec in ahead:

@@ -13,6 +13,7 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
+from tests.kernels.hopper.test_flash_fwd import hopper
 from tests.marks import needs_triton
 from warpwave import UnsupportedProblem, attention
 from warpwave.cached_calls import operands_without_memory
@@ -38,12 +39,7 @@ def on_cpu(
     problem: AttentionProblem, operands: Operands, config: large_head_dim.Config
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the kernel's roles, one block after another."""
-    q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse_rows = (problem.num_heads_q, problem.total_q) if problem.packed else (
-        problem.batch, problem.num_heads_q, problem.seqlen_q
-    )  # fmt: skip
-    lse = torch.full(lse_rows, torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     spec = large_head_dim.specify(problem, H200, operands, out, lse, config)
     gluon_on_cpu.run_launch(spec, (large_head_dim, roles, parts, rows, scheduler, softmax, visible), 2, {})
     return out, lse
@@ -157,10 +153,6 @@ def test_parts_of_the_columns_compute_scores_anew() -> None:
 
 
 # Races ----------------------------------------------------------------------------------------------------------------
-
-
-def hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 @pytest.mark.gpu

@@ -64,9 +64,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[t
     from warpwave.kernels.hopper.large_head_dim import roles
     from warpwave.kernels.large_head_dim import latent_device as device
 
-    q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse = torch.full((problem.batch, problem.num_heads_q, 1), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     acc, state = partials.allocate(problem, num_splits, "cpu") if num_splits > 1 else (None, None)
     for tensor in (acc, state):
         if tensor is not None:

@@ -48,8 +48,7 @@ def on_cpu(problem: AttentionProblem, operands: Operands, config: Config) -> tup
 
     modules = {m.__name__: m for m in (products, product_tiles, parts, softmax)}
     q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, q)
     cut = plan(problem, config)
     workspace = allocate_workspace(problem, config, cut, q.device)
     for tensor in workspace:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance import cases
-from tests.conformance.cases import PLAIN, Call
+from tests.conformance.cases import PLAIN, Call, upstream
 from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
@@ -32,12 +32,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "keys from 75 on": {"window": (5, 3), "lengths": (50, 130)},
     "packed": {"packed": True, "batch": 4, "causal": "bottom_right"},
 }
-
-
-def upstream(call: Call) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(2)
-    dout = torch.randn(*call.operands.q.shape[:-1], call.problem.head_dim_v, generator=g)
-    return dout, torch.randn(dout.shape[:-1], generator=g).transpose(-1, -2).contiguous()
 
 
 def written(call: Call, dout: Tensor, dlse: Tensor, of: Call | None = None) -> tuple[Workspace, Tensor, Tensor]:
