@@ -33,9 +33,9 @@ def seed_of(seed: int = SEED[0], offset: int = SEED[1]) -> Tensor:
     return torch.tensor([seed, offset], device=DEVICE)
 
 
-def inputs(batch: int = 2, seqlen: int = 37, heads: int = 2, head_dim: int = 16, grad: bool = False) -> list[Tensor]:
+def inputs(batch: int = 2, seqlen: int = 37, heads: int = 2, grad: bool = False) -> list[Tensor]:
     g = torch.Generator(DEVICE).manual_seed(0)
-    shape = (batch, seqlen, heads, head_dim)
+    shape = (batch, seqlen, heads, 16)
     return [torch.randn(shape, generator=g, device=DEVICE).requires_grad_(grad) for _ in range(3)]
 
 
