@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from warpwave import dispatch
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.operands import DIFFERENTIABLE, AnyOperands, DropoutOperands, Operands, differentiable
+from warpwave.operands import DIFFERENTIABLE, NUM_COMMON, AnyOperands, DropoutOperands, Operands, differentiable
 from warpwave.options import Options
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
@@ -225,7 +225,7 @@ def schema_tensors(operands: AnyOperands, dropout_probability: Any = None) -> tu
     Args:
         dropout_probability: from `changing_probability`.
     """
-    return (*operands[: len(Operands._fields)], operands.dropout_seed, dropout_probability)
+    return (*operands[:NUM_COMMON], operands.dropout_seed, dropout_probability)
 
 
 def changing_probability(dropout_p: Any) -> torch.Tensor | None:

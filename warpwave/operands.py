@@ -29,6 +29,9 @@ class Operands(NamedTuple):
         return None
 
 
+NUM_COMMON = len(Operands._fields)  # the tensors that all calls have come first
+
+
 class DropoutOperands(NamedTuple):
     """The tensors of one call with dropout: those of `Operands`, and the seed. Only kernels with dropout get them."""
 

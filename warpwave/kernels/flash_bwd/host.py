@@ -302,7 +302,7 @@ def _tensors(
     config: Config,
 ) -> list[tuple[Any, ...]]:
     """Returns the pointer arguments of each launch, in the kernels' order."""
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
     (out, lse), (dq, dk, dv, dbias, statistics, of_slopes, of_sinks) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
     found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]

@@ -82,7 +82,7 @@ from warpwave.kernels.primitives import (
     tile_of,
     tile_pointers,
 )
-from warpwave.operands import AnyOperands, QuantizedOperands
+from warpwave.operands import NUM_COMMON, AnyOperands, QuantizedOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
@@ -455,8 +455,8 @@ def _occupancy_options(problem: AttentionProblem, gpu: Gpu) -> dict[str, int]:
 def _others(operands: AnyOperands) -> tuple[torch.Tensor | None, ...]:
     """Returns the tensors after q, k and v in the kernel's order; None where absent."""
     if isinstance(operands, QuantizedOperands):
-        return (*operands[3:9], None, *operands[9:])
-    return (*operands[3:9], operands.dropout_seed, None, None, None, None)
+        return (*operands[3:NUM_COMMON], None, *operands[NUM_COMMON:])
+    return (*operands[3:NUM_COMMON], operands.dropout_seed, None, None, None, None)
 
 
 def _scalars(

@@ -196,7 +196,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(problem: AttentionProblem, operands: AnyOperands) -> Iterator[_Sequence]:
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
     group = problem.num_heads_q // problem.num_heads_kv
     ends_q = cu_seqlens_q.tolist() if problem.packed else []
     ends_k = cu_seqlens_k.tolist() if problem.packed and not problem.page_size else []

@@ -246,7 +246,7 @@ def _bind_split(
     needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
 
     def run_split(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands[:9]
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *_ = operands
         out, lse = allocate(out)
         q_parts, k_parts, v_parts = workspace()
         make_parts(q, k, v, q_parts, k_parts, v_parts)
@@ -254,7 +254,7 @@ def _bind_split(
         return out, lse
 
     def run_scaled(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands[:9]
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *_ = operands
         out, lse = allocate(out)
         q_parts, k_parts, v_parts, inverses, maxima = workspace()
         for find_maxima in before:
