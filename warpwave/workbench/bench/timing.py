@@ -152,7 +152,7 @@ def time_modes(
         raise ValueError(f"mode {unknown[0]!r} is not one of {', '.join(known)} on {device.type}")
     sets = {name: (calls,) if callable(calls) else tuple(calls) for name, calls in callables.items()}
     if device.type == "cpu":
-        once = host_meters(sets, device, warmup_s=0.05, sample_s=0.005, block_us=CPU_BLOCK_US)
+        once = host_meters(sets, device, warmup_s, sample_s, block_us=CPU_BLOCK_US)
         meters = {
             (mode, name): meter for mode in modes for name, meter in once.items() if (mode, name) not in leave_out
         }
