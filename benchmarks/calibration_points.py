@@ -29,6 +29,7 @@ from warpwave.kernels.hopper.flash_bwd.config import divided_tail
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench.record_schema import problem_of as problem_of_record
 from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.explain.backward import saving_of
 from warpwave.workbench.explain.recorded_time import config_of, in_graph, is_hot
 
 # (kernel, dtype, "one query", "joint" or "16 bits") -> the date before which measurements are of an older kernel.
@@ -142,7 +143,7 @@ def _of_gradients(path: Path) -> Iterator[Point]:
         data = json.loads(line)
         if data["kind"] != "measurement" or "median_us" not in data or not data["kernel"] or data["of_bias"]:
             continue
-        module, problem = gradient_kernels()[data["kernel"]], forward_of(problem_of_record(data["problem"]))
+        module, problem = gradient_kernels()[data["kernel"]], saving_of(problem_of_record(data["problem"]))
         given = data["config"]
         config = module.default(problem, _H200) if given is None else config_of(module, given)
         if _is_replaced(module, problem, config, date, data["median_us"]):
@@ -174,7 +175,7 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
             problem_of(row.head_dim, row.batch, row.seqlen, row.num_heads[0], row.dtype, None),
             causal=Causal() if row.causal else None, num_heads_kv=row.num_heads[1], head_dim_v=row.dim_v,
         )  # fmt: skip
-        problem = forward_of(problem)
+        problem = saving_of(problem)
         config = modules[kernel].default(problem, _H200)
         if not _is_replaced(modules[kernel], problem, config, date, us):
             yield Point(modules[kernel], config, problem, us, True, f"{case} {kernel}", True)
@@ -195,11 +196,6 @@ def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str,
     if us < LOOPS_SHOW_US:
         return False
     return date < ANOTHER_BEFORE.get((module.NAME, "joint"), "")
-
-
-def forward_of(problem: AttentionProblem) -> AttentionProblem:
-    """Returns the problem as kernels of gradients take it."""
-    return replace(problem, requires_grad=False, return_lse=True)
 
 
 def _since(kernel: str, problem: AttentionProblem, date: str, us: float) -> float:

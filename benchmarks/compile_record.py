@@ -16,33 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.compile.test_targets import FEATURES, TARGETS
+from tests.compile.test_targets import TARGETS, job
+from tests.compile.worker import problem_of
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, Causal
+from warpwave.problem import AttentionProblem
 from warpwave.workbench.inspect.compiled import compile_launches, toolchain
 from warpwave.workbench.inspect.inspection import group
 
 SAMPLE = [("bfloat16", 128, "causal")]
-
-
-def problem_of(dtype: str, head_dim: int, feature: str) -> AttentionProblem:
-    """Returns the problem of a call of tests/compile."""
-    fields: dict[str, Any] = {
-        "batch": 2,
-        "seqlen_q": 1024,
-        "seqlen_k": 1024,
-        "num_heads_q": 4,
-        "num_heads_kv": 2,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim,
-        "dtype": dtype,
-        "softmax_scale": head_dim**-0.5,
-        "return_lse": True,
-    } | FEATURES[feature]
-    if "causal" in fields:
-        fields["causal"] = Causal(fields["causal"])
-    return AttentionProblem(**fields)
 
 
 def jobs() -> Iterator[tuple[Any, Gpu, tuple[str, int, str], AttentionProblem]]:
@@ -51,7 +33,7 @@ def jobs() -> Iterator[tuple[Any, Gpu, tuple[str, int, str], AttentionProblem]]:
         for arch in TARGETS:
             gpu = Gpu.for_arch(arch)
             for point in SAMPLE:
-                problem = problem_of(*point)
+                problem = problem_of(job(arch, *point)["problem"])
                 if hasattr(kernel, "specify") and not kernel.why_not(problem, gpu):
                     yield kernel, gpu, point, problem
 

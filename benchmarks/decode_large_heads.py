@@ -87,12 +87,12 @@ def operands_of(point: Point, device: torch.device, seed: int) -> Any:
     return made._replace(v=made.k[..., : point.problem.head_dim_v]) if point.latent else made
 
 
-def call_of(operands: Operands | CachedOperands, kernel: str = "auto") -> Callable[[], Tensor]:
+def call_of(operands: Operands | CachedOperands) -> Callable[[], Tensor]:
     """Returns the step as a public call."""
     if isinstance(operands, CachedOperands):
         layer = warpwave.CacheLayer(operands.k, operands.v, operands.page_table, operands.seqused_k)
-        return lambda: warpwave.attention_with_kv_cache(operands.q, layer, kernel=kernel)
-    return lambda: warpwave.attention(operands.q, operands.k, operands.v, kernel=kernel)
+        return lambda: warpwave.attention_with_kv_cache(operands.q, layer)
+    return lambda: warpwave.attention(operands.q, operands.k, operands.v)
 
 
 def graph_of(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:

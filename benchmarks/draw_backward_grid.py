@@ -11,13 +11,12 @@ one run.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from benchmarks.draw_model_grid import Case, Grid, suite
+from benchmarks.draw_model_grid import Case, Grid, main
 
 COMMIT, COMMIT_2 = "d2afe212f4f4130d30abccf9830ef2230b426376", "ffc4f37"
 MOST_SCORES = 1 << 30  # over all heads: 3.5 ms in float16 and 40 ms in float32 at head_dim 64
@@ -199,18 +198,10 @@ FIT = Grid(
     description="gradients that the time model is fitted to, drawn by benchmarks/draw_backward_grid.py",
     extra={"gradients": True},
 )
-JUDGE = Grid(
-    "backward_grid_judge",
-    int(COMMIT[8:16], 16),
-    each=3,
-    kernels=FIT.kernels,
-    others=(FIT,),
-    kinds=KINDS,
-    most_scores=MOST_SCORES,
-    shuffled=True,
+JUDGE = replace(
+    FIT, name="backward_grid_judge", seed=int(COMMIT[8:16], 16), others=(FIT,),
     description="gradients that the time model is judged on, drawn by benchmarks/draw_backward_grid.py",
-    extra={"gradients": True},
-)
+)  # fmt: skip
 FIT_2 = replace(
     FIT, name="backward_grid_fit_2", seed=int(COMMIT_2[:4], 16), each=6, kernels=("three_kernel",), kinds=KINDS_2
 )
@@ -220,23 +211,5 @@ JUDGE_2 = replace(
 )  # fmt: skip
 GRIDS = (FIT, JUDGE, FIT_2, JUDGE_2)
 
-
-def main() -> int:
-    """Runs the command. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the suites that are there, write nothing")
-    asked = parser.parse_args()
-    code = 0
-    for grid in GRIDS:
-        drawn = suite(grid)
-        if not asked.check:
-            grid.path.write_text(drawn, encoding="utf-8")
-            print(f"{drawn.count('num_heads_q')} cases written to {grid.path}")
-        elif not grid.path.is_file() or grid.path.read_text(encoding="utf-8") != drawn:
-            print(f"{grid.path.name} is not what its seed draws")
-            code = 1
-    return code
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(GRIDS, __doc__))

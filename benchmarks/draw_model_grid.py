@@ -89,13 +89,13 @@ SECOND = Grid(
 )
 
 
-def main() -> int:
-    """Runs the command. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(grids: Sequence[Grid], description: str | None) -> int:
+    """Runs the command that writes or checks the suites of grids. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the suites that are there, write nothing")
     asked = parser.parse_args()
     code = 0
-    for grid in GRIDS:
+    for grid in grids:
         drawn = suite(grid)
         if not asked.check:
             grid.path.write_text(drawn, encoding="utf-8")
@@ -402,4 +402,4 @@ FIFTH = replace(THIRD, name="model_grid_5", seed=SEED_OF_FIFTH, others=(FIRST, S
 GRIDS = (FIRST, SECOND, THIRD, FOURTH, FIFTH)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(GRIDS, __doc__))

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.train import first_line
 from warpwave.integrations import transformers as door
 from warpwave.workbench.bench import environment
 
@@ -65,11 +66,6 @@ def clock(step: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return (time.perf_counter() - begin) * 1e3
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the type and the first line of an error."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def warmed(steps: dict[str, Step]) -> tuple[dict[str, Step], dict[str, str]]:

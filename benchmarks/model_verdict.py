@@ -24,6 +24,7 @@ from typing import Any
 
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.records import read_records
+from warpwave.workbench.explain.backward import saving_of
 from warpwave.workbench.model.calibration import Calibration, Residuals, calibrations, residuals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +90,7 @@ def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
     If the fastest kernel of a case takes less than 50 us, `bench` replays all of its kernels in a CUDA graph, and their
     inputs stay in L2. The measurement decides, so both times are predicted.
     """
-    from benchmarks.calibration_points import forward_of, gradient_kernels
+    from benchmarks.calibration_points import gradient_kernels
     from warpwave import dispatch
     from warpwave.workbench.bench.workloads import load_suite
     from warpwave.workbench.hardware.catalog import resolve
@@ -101,7 +102,7 @@ def predictions(suite: str | Path, card: str = "h200") -> dict[str, Any]:
     for case in found.cases:
         problem, kernels = case.problem, forward
         if problem.requires_grad:  # a grid of gradients
-            problem, kernels = forward_of(problem), gradient_kernels()
+            problem, kernels = saving_of(problem), gradient_kernels()
         able = [kernels[k] for k in case.kernels or found.kernels if not kernels[k].why_not(problem, gpu)]
         configs = {kernel.NAME: kernel.configs(problem, gpu)[0] for kernel in able}
         for graph in (True, False):

@@ -46,7 +46,7 @@ UNSAYABLE = 16
 WAYS = (("triton", "triton"), ("fused", "triton"), ("library", "triton"), ("library", "library"))
 
 
-def space(problem: AttentionProblem, gpu: Gpu, *, num_stages: int = 3) -> Iterator[tuple[Config, str]]:
+def space(problem: AttentionProblem, gpu: Gpu) -> Iterator[tuple[Config, str]]:
     """Returns every config with the reason why it cannot run, empty if it can. Fields without an effect are not varied:
     softmax threads if the softmax is fused, tiles if both products are torch's."""
     default = three_kernel.configs(problem, gpu)[0]
@@ -65,12 +65,12 @@ def space(problem: AttentionProblem, gpu: Gpu, *, num_stages: int = 3) -> Iterat
                     block_k=block_k,
                     block_v=min(block_n, 128),
                     num_warps=num_warps,
-                    num_stages=num_stages,
+                    num_stages=3,
                     softmax_rows=1,
                     softmax_keys=min(4096, 1 << (problem.seqlen_k - 1).bit_length()),
                     softmax_warps=max(1, threads // gpu.warp_size),
                 )
-                config = three_kernel.with_workspace(problem, gpu, config)
+                config = three_kernel_configs.with_workspace(problem, gpu, config)
                 yield config, _refusal(problem, gpu, config)
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ import warpwave
 from warpwave import autograd, dispatch
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import eager
-from warpwave.operands import Operands
+from warpwave.operands import DIFFERENTIABLE, Operands
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.inputs import call_arguments, make_operands
 from warpwave.workbench.bench.timing import CaptureFailed, Samples, time_interleaved
 from warpwave.workbench.bench.workloads import Case, load_suite
+from warpwave.workbench.explain.backward import saving_of
 from warpwave.workbench.hardware.catalog import resolve
 
 SUITES = Path(__file__).with_name("suites")
@@ -100,7 +101,7 @@ def _number_of_cases(suite: str) -> int:
 
 
 def _tasks_of_case(suite: str, case: Case, kernels: Sequence[str], gpu: Gpu) -> Iterator[Task]:
-    forward = forward_of(case.problem)
+    forward = saving_of(case.problem)
     for module in dispatch.GRADIENT_KERNELS:
         if module.NAME in kernels and not module.why_not(forward, gpu):
             config = module.default(forward, gpu)
@@ -111,11 +112,6 @@ def _tasks_of_case(suite: str, case: Case, kernels: Sequence[str], gpu: Gpu) -> 
         named = module.NAME in kernels and module.NAME in dispatch.OWN_GRADIENTS
         if named and not module.why_not(case.problem, gpu):
             yield Task(suite, case, module.NAME)
-
-
-def forward_of(problem: AttentionProblem) -> AttentionProblem:
-    """Returns the problem of a forward that keeps what gradients take."""
-    return replace(problem, requires_grad=False, return_lse=True)
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -132,7 +128,7 @@ class Steps:
         self.dout = torch.randn((*q.shape[:-1], v.shape[-1]), generator=generator, device=device, dtype=q.dtype)
         self.detached = Operands(*(None if t is None else t.detach() for t in self.operands))
         # eager compiles nothing, and gradients take the results of any forward.
-        forward, config = forward_of(case.problem), eager.configs(case.problem, self.gpu)[0]
+        forward, config = saving_of(case.problem), eager.configs(case.problem, self.gpu)[0]
         with torch.no_grad():
             self.results = eager.bind(forward, self.detached, config)(self.detached)
 
@@ -140,11 +136,11 @@ class Steps:
         """Returns a step that computes the gradients of q, k and v by one kernel, and of the bias if named."""
         module = next((m for m in dispatch.GRADIENT_KERNELS if task.kernel == m.NAME), None)
         names = ("q", "k", "v", "bias") if task.of_bias else ("q", "k", "v")
-        wanted = [name in names for name in autograd.DIFFERENTIABLE_NAMES]
+        wanted = [name in names for name in DIFFERENTIABLE]
         if module is None:
             run = autograd.bind_gradients(self.problem, self.gpu, self.detached, wanted, task.kernel)
         else:
-            run = module.bind(forward_of(self.problem), self.gpu, self.detached, wanted, task.config)
+            run = module.bind(saving_of(self.problem), self.gpu, self.detached, wanted, task.config)
 
         def step() -> Any:
             with torch.no_grad():

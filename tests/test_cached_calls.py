@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.kernels.test_eager import Largest
 from tests.test_kv_cache import DEVICE, append, check_books, make, read, tokens, visible
 from warpwave import (
     InvalidInput,
@@ -99,16 +99,6 @@ def test_the_offsets_of_an_append_are_not_looked_at() -> None:
 
 def test_sizes_follow_tensors_and_not_their_contents() -> None:
     """A crafted offset made a list of 2^31 numbers."""
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.elements = max(self.elements, out.numel())
-            return out
-
     cache, new = two_rows(), tokens(3, 2, 8)
     allowed = cache.k.numel()
     calls: list[dict[str, Any]] = [

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from warpwave.runtime.triton_or_stub import NO_TRITON
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is not installed")
+pytestmark = needs_triton
 
 
 def an_aggregate(defaults: dict[str, Any] | None = None, **fields: Any) -> Any:

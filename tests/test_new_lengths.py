@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import warpwave
+from tests.marks import needs_triton
 from tests.test_driver import Device, Driver, Run, device, known
 from warpwave import gpu, plans
 from warpwave.kernels import arguments
@@ -25,7 +26,7 @@ from warpwave.runtime.bounded import Bounded
 __all__ = ["device", "known"]  # fixtures
 H200 = gpu.Gpu("NVIDIA H200", "nvidia", "sm_90", 227 * 1024, 255, 132, 32)
 pytestmark = [
-    pytest.mark.skipif(triton_or_stub.NO_TRITON is not None, reason="Triton is published for Linux only"),
+    needs_triton,
     pytest.mark.skipif(plans.tensor_guards() is None, reason="this torch has no guard that tells layouts apart"),
 ]
 

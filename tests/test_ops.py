@@ -12,6 +12,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import warpwave
+from tests.recalls import forget, recalled
 from warpwave import ops, plans
 from warpwave.autograd import schema_tensors
 from warpwave.dispatch import KERNELS
@@ -19,7 +20,10 @@ from warpwave.operands import AnyOperands, DropoutOperands, Operands
 from warpwave.options import Options
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
+from warpwave.workbench.bench.peers.peer import OperatorNames
 from warpwave.workbench.hardware.catalog import resolve
+
+__all__ = ["recalled"]  # fixture
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -132,18 +136,9 @@ def test_an_export_keeps_one_node() -> None:
 
 def test_modes_see_the_call() -> None:
     """A mode (here one that counts operators) must not be by-passed."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+    with OperatorNames() as operators:
         warpwave.attention(*qkv())
-    assert "warpwave.attention.default" in seen
+    assert "attention" in operators.names
 
 
 def test_plans_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,28 +194,6 @@ def test_tensors_without_sizes_or_memory_are_refused_behind_a_known_call(which: 
         operands[which] = odd
         with pytest.raises(warpwave.InvalidType, match=f"{'qkv'[which]} is a (nested|sparse)"):
             warpwave.attention(*operands)
-
-
-def forget() -> None:
-    """Which calls were made before, their plans apart."""
-    plans._classes.clear()
-    plans._last.clear()
-
-
-@pytest.fixture
-def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call was recalled, without reading its tensors' layouts one by one."""
-    seen: list[bool] = []
-    recall = plans.recall
-
-    def watch(*arguments: Any) -> Any:
-        run = recall(*arguments)
-        seen.append(run is not None)
-        return run
-
-    monkeypatch.setattr(plans, "recall", watch)
-    forget()
-    return seen
 
 
 def test_a_call_is_recalled_only_for_tensors_laid_out_alike(recalled: list[bool]) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.conformance.harness import DEVICE, ON_GPU
+from tests.recalls import recalled
 from tests.test_ops import CASES
 from warpwave import CacheLayer, InvalidInput, InvalidType, PagedKVCache, Rotary, UnsupportedProblem, plans
 from warpwave.runtime import triton_or_stub
+from warpwave.workbench.bench.peers.peer import OperatorNames
+
+__all__ = ["recalled"]  # fixture
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 INTERPRETED = triton_or_stub.NO_TRITON is None
@@ -181,34 +184,23 @@ def test_a_cuda_graph_stores_to_out(head_dim: int, layout: str) -> None:
 
 
 @pytest.mark.skipif(plans.tensor_guards() is None, reason="this torch has no guard that tells layouts apart")
-def test_calls_with_out_are_recalled_apart_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    recall = plans.recall
-
-    def watch(*given: Any) -> Any:
-        run = recall(*given)
-        seen.append(run is not None)
-        return run
-
-    monkeypatch.setattr(plans, "recall", watch)
-    plans._classes.clear()
-    plans._last.clear()
+def test_calls_with_out_are_recalled_apart_from_others(recalled: list[bool]) -> None:
     q, k, v = qkv()
     out = blank(2, 5, 2, 16)
     warpwave.attention(q, k, v)
     warpwave.attention(q, k, v, out=out)  # another class
     warpwave.attention(q, k, v, out=out.clone())
     warpwave.attention(q, k, v)
-    assert seen == [False, False, True, True]
-    seen.clear()
+    assert recalled == [False, False, True, True]
+    recalled.clear()
     longer = qkv(seqlen=9)
     out = blank(2, 9, 2, 16)
     assert torch.equal(warpwave.attention(*longer, out=out), warpwave.attention(*longer))  # a new length of both
-    assert seen == [True, True]
-    seen.clear()
+    assert recalled == [True, True]
+    recalled.clear()
     wide = blank(2, 2, 9, 16).transpose(1, 2)
     assert torch.equal(warpwave.attention(*longer, out=wide), out)
-    assert seen == [False]
+    assert recalled == [False]
     for wrong in (blank(2, 8, 2, 16), blank(3, 9, 2, 16)):  # by the plan of a class, as without one
         with pytest.raises(InvalidInput, match="out has shape"):
             warpwave.attention(*longer, out=wrong)
@@ -354,19 +346,14 @@ def test_parts_of_one_buffer_are_apart_where_they_share_no_element() -> None:
 
 def test_operators_refuse_an_out_with_a_gradient() -> None:
     """An operator's plan does not depend on which tensors require a gradient: its options say whether one does."""
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
     q, k, v = qkv()
-    with Mode():
+    with OperatorNames():
         warpwave.attention(q, k, v, out=torch.empty_like(q))
     out = torch.zeros_like(q).requires_grad_()
-    with Mode(), pytest.raises(UnsupportedProblem, match="an argument requires a gradient"):
+    with OperatorNames(), pytest.raises(UnsupportedProblem, match="an argument requires a gradient"):
         warpwave.attention(q, k, v, out=out)
     assert not out.any()
-    with Mode(), torch.no_grad():
+    with OperatorNames(), torch.no_grad():
         warpwave.attention(q, k, v, out=out)
     assert torch.equal(out, warpwave.attention(q, k, v))
 

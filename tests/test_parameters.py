@@ -16,14 +16,15 @@ from typing import Any, NamedTuple, get_type_hints
 import pytest
 import torch
 
+from tests.marks import needs_triton
 from warpwave import kernels
 from warpwave.kernels import groups, primitives
-from warpwave.runtime import parameters, triton_or_stub
+from warpwave.runtime import parameters
 from warpwave.runtime.launch import Anywhere
 from warpwave.runtime.parameters import Pointer, Specialized
 from warpwave.runtime.triton_or_stub import tl
 
-pytestmark = pytest.mark.skipif(triton_or_stub.NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 class Lines(NamedTuple):

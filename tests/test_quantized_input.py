@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen, quantize
 from warpwave.checks import check_problem
@@ -20,6 +19,7 @@ from warpwave.operands import QuantizedOperands
 from warpwave.options import options_of
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import NO_TRITON
+from warpwave.workbench.bench.peers.peer import OperatorNames
 
 FP8 = torch.float8_e4m3fn
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,13 +156,6 @@ def test_out_receives_the_dtype_of_the_output(kernel: str) -> None:
         assert torch.equal(stored, expected)
 
 
-class Seen(TorchDispatchMode):
-    """A mode that changes nothing: calls inside it use torch's operators."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 OUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "another dtype": (lambda x: x.float(), "out must have torch.bfloat16"),
     "more axes": (lambda x: x.expand(3, *x.shape).clone(), r"out has shape .*; it must have \(2, 150, 4, 32\)"),
@@ -178,7 +171,7 @@ def test_operators_refuse_what_eager_calls_refuse_as_out(what: str, way: str) ->
     change, text = OUTS[what]
     out = change(attention(**given))
     if way == "mode":
-        with Seen(), pytest.raises((InvalidInput, InvalidType, UnsupportedProblem), match=text):
+        with OperatorNames(), pytest.raises((InvalidInput, InvalidType, UnsupportedProblem), match=text):
             attention(**given, out=out)
     else:
         torch._dynamo.reset()
@@ -190,10 +183,10 @@ def test_operators_store_every_layout_and_dtype_of_out() -> None:
     given = arguments() | {"out_dtype": FP8, "out_descale": tensor([0.01])}
     expected = attention(**given)
     wide = zeros(2, 150, 4, 64, dtype=FP8)
-    with Seen():
+    with OperatorNames():
         assert attention(**given, out=wide[..., ::2]).data_ptr() == wide.data_ptr()
     assert torch.equal(wide[..., ::2].float(), expected.float()) and not wide[..., 1::2].float().any()
-    with Seen(), pytest.raises(InvalidInput, match="out shares memory with q"):
+    with OperatorNames(), pytest.raises(InvalidInput, match="out shares memory with q"):
         attention(**given, out=given["q"])
     with pytest.raises(UnsupportedProblem, match="a transform of torch"):
         torch.func.vmap(lambda q: attention(**given | {"q": q}, out=expected))(given["q"][None])

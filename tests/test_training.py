@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import warpwave
@@ -25,6 +24,7 @@ from warpwave import ops
 from warpwave.autograd import schema_tensors
 from warpwave.operands import DropoutOperands, Operands
 from warpwave.options import Options
+from warpwave.workbench.bench.peers.peer import OperatorNames
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 16
@@ -67,19 +67,6 @@ def assert_same(found: Any, expected: Any, rtol: float | None = None, atol: floa
     for a, b in zip(found, expected, strict=True):
         assert b.abs().max() > 0
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-
-
-class Operators(TorchDispatchMode):
-    """Our operators that were called under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "warpwave":
-            self.seen.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 # torch.compile --------------------------------------------------------------------------------------------------------
@@ -239,9 +226,9 @@ def test_a_selective_checkpoint_keeps_what_attention_gave() -> None:
     keep = partial(create_selective_checkpoint_contexts, [torch.ops.warpwave.attention.default])
     ways: dict[str, Any] = {"kept": {"context_fn": keep}, "computed again": {}}
     for name, contexts in ways.items():
-        with Operators() as operators:
+        with OperatorNames() as operators:
             assert_same(gradients(checkpoint(call, *given, use_reentrant=False, **contexts), given), expected)
-        found[name] = operators.seen
+        found[name] = [name for name in operators.names if name.startswith("attention")]
     assert found["kept"] == ["attention", "attention_backward"]
     assert found["computed again"] == ["attention", "attention", "attention_backward"]
 

@@ -170,8 +170,7 @@ def attention(
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
     if checked is not False and as_bool("checked", checked):
-        describe_call(settled(operands), options_of(operands, *said[:9]))
-        _check_factors(operands)
+        _check_contents(operands, said)
     if out is not None:
         check_out_is_writable(out)
     run = plans.recall(operands, said, (), out)
@@ -255,14 +254,11 @@ def attention_varlen(
     said = (causal, window_size, softcap, softmax_scale, precision, return_lse, dropout_p, deterministic, out_dtype,
             causal.__class__, kernel, config)  # fmt: skip
     longest = (max_seqlen_q, max_seqlen_k)
-    if operands[7] is None or operands[8] is None:
-        name = Operands._fields[7 if operands[7] is None else 8]
+    if operands.cu_seqlens_q is None or operands.cu_seqlens_k is None:
+        name = "cu_seqlens_q" if operands.cu_seqlens_q is None else "cu_seqlens_k"
         raise InvalidType(f"{name} is None; it must be an int32 torch.Tensor of batch + 1 offsets")
     if checked is not False and as_bool("checked", checked):
-        options = options_of(operands, *said[:9], *longest)
-        describe_call(settled(operands), options)
-        check_packed_lengths(operands, options)
-        _check_factors(operands)
+        _check_contents(operands, said, longest)
     if out is not None:
         check_out_is_writable(out)
     run = plans.recall(operands, said, longest, out)
@@ -448,7 +444,14 @@ def attention_with_kv_cache(
     return (out, lse) if return_lse else out
 
 
-def _check_factors(operands: AnyOperands) -> None:
+def _check_contents(operands: Any, said: tuple[Any, ...], longest: tuple[int, ...] = ()) -> None:
+    """Raises InvalidInput if offsets or factors have contents that no call can have; waits for the device. The
+    arguments are those of `_call`."""
+    *scalars, _, _, _ = said
+    options = options_of(operands, *scalars, *longest)
+    describe_call(settled(operands), options)
+    if longest:
+        check_packed_lengths(operands, options)
     if isinstance(operands, QuantizedOperands):
         descales.check_contents(operands)
 

@@ -21,15 +21,14 @@ from torch.autograd import forward_ad
 from warpwave import dispatch
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu
-from warpwave.operands import AnyOperands, DropoutOperands, Operands
+from warpwave.operands import DIFFERENTIABLE, NUM_COMMON, AnyOperands, DropoutOperands, Operands, differentiable
 from warpwave.options import Options
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.bounded import Bounded
 
 Run = Callable[[AnyOperands], tuple[torch.Tensor, torch.Tensor | None]]
-DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)  # q k v bias alibi_slopes sinks, among the operands
+PLACES = tuple(map(Operands._fields.index, DIFFERENTIABLE))  # among the operands
 MAX_LAYOUTS = 8  # of saved tensors, for which a plan keeps bound gradients
-DIFFERENTIABLE_NAMES = tuple(Operands._fields[i] for i in DIFFERENTIABLE)
 # Of the operators' arguments: the tensors of `schema_tensors`, and then the options.
 NUM_TENSORS, NUM_OPTIONS = len(DropoutOperands._fields) + 1, len(Options._fields)
 
@@ -70,7 +69,7 @@ def bind_gradients(
     """
     if operands.q.is_meta:  # the offsets of packed sequences have no contents
         return functools.partial(_without_contents, wanted)
-    names = {name for name, want in zip(DIFFERENTIABLE_NAMES, wanted, strict=True) if want}
+    names = {name for name, want in zip(DIFFERENTIABLE, wanted, strict=True) if want}
     for module in dispatch.gradient_kernels(problem, gpu, kernel):
         if names <= set(module.GRADIENTS):
             forward = replace(problem, requires_grad=False, return_lse=True)
@@ -94,8 +93,7 @@ def bind_gradients(
 
 def _without_contents(wanted: Sequence[bool], operands: AnyOperands, *_: Any) -> Gradients:
     """Returns the gradients of a call on device "meta"."""
-    sources = (operands[i] for i in DIFFERENTIABLE)
-    return [t.new_empty(t.shape) if want else None for t, want in zip(sources, wanted, strict=True)]
+    return [t.new_empty(t.shape) if want else None for t, want in zip(differentiable(operands), wanted, strict=True)]
 
 
 def absent(like: torch.Tensor) -> torch.Tensor:
@@ -145,7 +143,7 @@ class Plan:
         operands: Any = tuple.__new__(self.kind, saved[:count] + self.absent)
         results = saved[count:] or (None, None)
         needs = ctx.needs_input_grad[1:] + self.absent
-        wanted = [bool(needs[i]) for i in DIFFERENTIABLE]
+        wanted = [bool(needs[i]) for i in PLACES]
         q, v = operands[0], operands[2]
         if dout is None:
             if dlse is None:
@@ -227,7 +225,7 @@ def schema_tensors(operands: AnyOperands, dropout_probability: Any = None) -> tu
     Args:
         dropout_probability: from `changing_probability`.
     """
-    return (*operands[:9], operands.dropout_seed, dropout_probability)
+    return (*operands[:NUM_COMMON], operands.dropout_seed, dropout_probability)
 
 
 def changing_probability(dropout_p: Any) -> torch.Tensor | None:
@@ -275,13 +273,13 @@ def _differentiate(
 ) -> tuple[torch.Tensor | None, ...]:
     *tensors, out, lse = ctx.saved_tensors
     results: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-    wanted = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
+    wanted = [ctx.needs_input_grad[i] for i in PLACES]
     if dout is None and dlse is None:
         return tuple(results)
     if dout is None:
         dout = torch.zeros_like(out)
     grads = compute(dout, dlse, out, lse, wanted, tensors, ctx.options, ctx.kernel)
-    for i, want, grad in zip(DIFFERENTIABLE, wanted, grads, strict=True):
+    for i, want, grad in zip(PLACES, wanted, grads, strict=True):
         results[i] = grad if want else None
     return tuple(results)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")  # in the order of `wanted` and of gradients
+
 
 class Operands(NamedTuple):
     """The tensors of one call, in the order of every kernel. Absent ones are None.
@@ -25,6 +27,9 @@ class Operands(NamedTuple):
     def dropout_seed(self) -> None:
         """None: the tensors of a call with dropout are `DropoutOperands`."""
         return None
+
+
+NUM_COMMON = len(Operands._fields)  # the tensors that all calls have come first
 
 
 class DropoutOperands(NamedTuple):
@@ -92,3 +97,9 @@ class CachedOperands(NamedTuple):
 
 
 AnyOperands = Operands | DropoutOperands | QuantizedOperands | CachedOperands
+
+
+def differentiable(operands: AnyOperands) -> tuple[Any, ...]:
+    """Returns the `DIFFERENTIABLE` operands."""
+    q, k, v, _, bias, slopes, sinks, *_ = operands
+    return q, k, v, bias, slopes, sinks

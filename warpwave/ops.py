@@ -22,7 +22,7 @@ from warpwave.autograd import NUM_OPTIONS, NUM_TENSORS, absent
 from warpwave.checks import check_out, describe_call
 from warpwave.errors import InvalidType
 from warpwave.gpu import current_gpu
-from warpwave.operands import AnyOperands, DropoutOperands, Operands, QuantizedOperands
+from warpwave.operands import AnyOperands, DropoutOperands, Operands, QuantizedOperands, differentiable
 from warpwave.options import Options
 from warpwave.plans import Planner, lse_dtype, lse_shape, plan_key, planned
 
@@ -162,8 +162,8 @@ def _attention_backward_fake(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, wanted: list[bool], *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     operands, _ = _split(rest, is_fake=True)
-    sources = (*operands[:3], *operands[4:7])
-    return tuple(t.new_empty(t.shape) if want else absent(out) for t, want in zip(sources, wanted, strict=True))
+    sources = zip(differentiable(operands), wanted, strict=True)
+    return tuple(t.new_empty(t.shape) if want else absent(out) for t, want in sources)
 
 
 def _split(arguments: tuple[Any, ...], is_fake: bool = False) -> tuple[AnyOperands, Options]:

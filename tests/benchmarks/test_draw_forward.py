@@ -29,10 +29,10 @@ from benchmarks.draw_forward import (
     verdict,
 )
 from benchmarks.drawn import SHAPES
+from tests.benchmarks.test_draw_decode import slowed
 from warpwave.kernels.hopper import flash_fwd
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.records import Measurement, read_records
-from warpwave.workbench.bench.timing import Samples
 from warpwave.workbench.bench.workloads import Case, parse_suite
 
 A, B = "0" * 40, "f" * 40
@@ -156,7 +156,3 @@ def test_drawn_shapes_are_held_against_the_table() -> None:
     assert "not within 5 %" in verdict(slower, table)
     assert mean_over_best_peer(slower) == pytest.approx(mean / 1.06)
     assert verdict([m for m in table if m.is_ours], table).startswith("no comparison")
-
-
-def slowed(timing: Samples, factor: float) -> Samples:
-    return replace(timing, samples_us=tuple(factor * x for x in timing.samples_us))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
 import torch
 
 from tests.conformance import cases
 from tests.kernels.hopper.test_flash_fwd_quantized_on_cpu import PLAIN, replace
+from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_fwd
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 def test_no_two_configs_share_a_name() -> None:

@@ -131,7 +131,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert len(points) == len(alone) < len(tasks)
     for point, task in zip(points, alone, strict=True):
         assert point.time_us == 20.0 and not point.hot and not point.graph
-        assert point.problem == time_gradients.forward_of(task.case.problem)
+        assert point.problem == time_gradients.saving_of(task.case.problem)
         assert point.kernel is calibration_points.gradient_kernels()[task.kernel]
         assert task.config is None or asdict(point.config) == asdict(task.config)
     # Calls of three_kernel and of flash_bwd in 16 bits, and long calls of the former joint launch, are left out.

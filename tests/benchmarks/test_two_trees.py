@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from warpwave.runtime.triton_or_stub import NO_TRITON
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 ROOT = Path(__file__).parents[2]
 # In a process of its own: torch's operators of the other tree cannot be unregistered.
 PROGRAM = """

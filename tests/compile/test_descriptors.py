@@ -7,15 +7,15 @@ docs/notes/descriptors.md has the instructions.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from tests.compile.test_targets import FEATURES, compile_all, job
+from tests.marks import needs_triton
 from warpwave.workbench.inspect.compiled import mixed_descriptors, unwritten_registers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # What ptxas 12.8 turned into reads of two registers that nothing had written: K's descriptor, then V's.
 WRONG = """

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
+from tests.compile import test_targets
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import FLASH_FEATURES, TARGETS, WITH_MMA, compile_all, matrix_instructions
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # Bytes of local memory a thread may take, by dtype and head_dim, where not none. With Triton 3.7.1.
 SAMPLE = ("sm_80", "gfx942")
@@ -18,11 +19,7 @@ SPILL_BOUNDS = {64: 192, 128: 272, 256: 256}  # on Hopper, outside the loops ove
 
 
 def job(arch: str, dtype: str, head_dim: int, feature: str) -> dict[str, Any]:
-    problem = {
-        "batch": 2, "seqlen_q": 1024, "seqlen_k": 1024, "num_heads_q": 4, "num_heads_kv": 2, "head_dim": head_dim,
-        "head_dim_v": head_dim, "dtype": dtype, "softmax_scale": head_dim**-0.5,
-    }  # fmt: skip
-    return {"kernel": "flash_bwd", "arch": arch, "problem": problem | FLASH_FEATURES[feature]}
+    return test_targets.job(arch, dtype, head_dim, feature) | {"kernel": "flash_bwd"}
 
 
 def check(job: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import pytest
 
 from tests.compile.test_targets import compile_all, job
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # Bytes of local memory a thread may take, by (head_dim, feature), in 16-bit types up to head_dim 256 with Triton 3.6 to
 # 3.8: a tile's coordinates, kept across the loops over keys and hardly touched in one that overlaps. What is not listed

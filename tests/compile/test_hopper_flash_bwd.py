@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from tests.compile.test_targets import compile_all, job
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
+from tests.compile import test_targets
 from tests.compile.test_hopper import loops_over_keys
-from tests.compile.test_targets import FEATURES, compile_all
+from tests.compile.test_targets import compile_all
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # Bytes of local memory a thread may take, over Triton 3.6 to 3.9, none of them in a loop over keys without a mask. 3.6
 # and 3.7 take up to 32 beside windows and packed sequences and none elsewhere; 3.9 keeps the coordinates of a tile.
@@ -31,24 +32,11 @@ FULL = [
 
 def job(width: str, feature: str, config: dict[str, Any]) -> dict[str, Any]:
     head_dim, head_dim_v = WIDTHS[width]
-    problem = {
-        "batch": 2,
-        "seqlen_q": 1024,
-        "seqlen_k": 1024,
-        "num_heads_q": 4,
-        "num_heads_kv": 2,
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "dtype": "bfloat16",
-        "softmax_scale": head_dim**-0.5,
-        "return_lse": True,
-    }
+    made = test_targets.job("sm_90", "bfloat16", head_dim, feature)
     stages = {512: 9, 448: 9, 576: 8, 640: 8, 768: 7}[head_dim]
     chosen = {"v_parts": -(-head_dim_v // 640), "num_stages": stages} | config
-    return {
-        "kernel": "hopper/large_head_dim", "arch": "sm_90", "problem": problem | FEATURES[feature], "config": chosen,
-        "listing": True,
-    }  # fmt: skip
+    made["problem"] |= {"head_dim_v": head_dim_v}
+    return made | {"kernel": "hopper/large_head_dim", "config": chosen, "listing": True}
 
 
 def check(facts: dict[str, Any], feature: str) -> None:

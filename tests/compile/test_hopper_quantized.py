@@ -4,7 +4,6 @@ together with the 16-bit products of values, no conversions of scores, and loops
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +11,11 @@ import pytest
 
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import compile_all, job
+from tests.marks import needs_triton
 from warpwave.kernels.hopper.flash_fwd.config import Config
 from warpwave.kernels.hopper.host import pieces
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 FEATURES = ("plain", "causal", "window", "alibi", "packed", "mask", "bias")
 KINDS = (("int8", "bfloat16"), ("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16"))

@@ -3,15 +3,15 @@ by the matrix unit out of shared memory, `naive` by neither."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
 from tests.compile import test_targets
 from tests.compile.test_targets import TARGETS, compile_all, family, matrix_instructions
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 SAMPLE = [("tiled", "bfloat16", 128, "causal"), ("naive", "float32", 64, "mask")]
 FULL = [

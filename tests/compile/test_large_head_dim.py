@@ -5,7 +5,6 @@ Points of the full matrix are few: widths differ in the number of pieces, and fe
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -13,8 +12,9 @@ import pytest
 from tests.compile import test_targets
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import TARGETS, compile_all, matrix_instructions
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # Calls beside those of test_targets.FEATURES: a step of decoding, whose query heads share tiles and whose keys are
 # split, and the same with a latent's two widths.

@@ -6,9 +6,9 @@ import os
 import subprocess
 import sys
 
-import pytest
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 # Triton's own call without a GPU: a driver that names the target and launches nothing. A process of its own, for the
 # interpreter replaces the compiler for a whole process.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
 from benchmarks.compiled_resources import blocks, calls, with_products
 from tests.compile.test_targets import TARGETS, compile_all, job
+from tests.compile.worker import problem_of
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, of_arch
 from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.inspect.compiled import CompileFacts
@@ -27,7 +26,7 @@ def test_the_table_is_what_the_target_compiles_to(arch: str) -> None:
     """The call is one of those of test_targets, so that it is compiled once."""
     asked = [job(arch, "bfloat16", 128, "causal")]
     for a_job, facts in zip(asked, compile_all(asked), strict=True):
-        problem = _problem(a_job["problem"])
+        problem = problem_of(a_job["problem"])
         kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == "flash_fwd")
         found = compiled.resources("flash_fwd", problem, Gpu.for_arch(arch), kernel.Config(**facts["config"]))
         assert found is not None, "no entry of the default config; run python -m benchmarks.compiled_resources"
@@ -35,11 +34,6 @@ def test_the_table_is_what_the_target_compiles_to(arch: str) -> None:
         now = blocks(arch, facts["num_warps"], facts["registers"], facts["accumulators"], facts["smem_bytes"])
         then = blocks(arch, facts["num_warps"], found.registers, 0, found.smem_bytes)
         assert now == then
-
-
-def _problem(fields: dict[str, Any]) -> AttentionProblem:
-    causal = Causal(fields["causal"]) if fields.get("causal") else None
-    return AttentionProblem(**{**fields, "causal": causal})
 
 
 def test_a_prediction_has_the_blocks_and_the_memory_of_the_table() -> None:
@@ -75,7 +69,7 @@ def test_a_prediction_has_the_blocks_and_the_memory_of_the_table() -> None:
 
 def test_a_config_that_the_table_lacks_is_estimated_without_the_queries_in_shared_memory() -> None:
     kernel = next(kernel for kernel in dispatch.KERNELS if kernel.NAME == "flash_fwd")
-    problem = _problem(job("sm_89", "float16", 64, "plain")["problem"])
+    problem = problem_of(job("sm_89", "float16", 64, "plain")["problem"])
     gpu = gpu_of(catalog()["rtx4090"])
     other = kernel.Config(64, 64, 4, 2)
     assert compiled.resources("flash_fwd", problem, gpu, other) is None

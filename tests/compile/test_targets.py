@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from tests.marks import needs_triton
 from warpwave.gpu import ARCHS
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 TARGETS = (
     *("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"),

@@ -19,8 +19,8 @@ from warpwave.kernels.flash_bwd.host import Outputs
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel as hopper_kernel
 from warpwave.kernels.hopper.flash_bwd import launches as hopper_launches
-from warpwave.kernels.three_kernel import host as three_kernel
 from warpwave.kernels.three_kernel.choice import own_products
+from warpwave.kernels.three_kernel.config import with_workspace
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.inspect.compiled import (
     Compiled,
@@ -35,6 +35,7 @@ KERNELS = {module.NAME: module for module in dispatch.KERNELS}
 
 
 def problem_of(fields: dict[str, Any]) -> AttentionProblem:
+    fields = dict(fields)
     if fields.get("causal"):
         fields["causal"] = Causal(fields["causal"])
     for name in ("mask_shape", "bias_shape", "alibi_shape", "window_size", "descale_blocks"):
@@ -49,7 +50,7 @@ def forward(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -> dict[st
     if job.get("own_products"):
         config = own_products(problem, gpu)
     if "changes" in job:
-        config = three_kernel.with_workspace(problem, gpu, replace(config, **job["changes"]))
+        config = with_workspace(problem, gpu, replace(config, **job["changes"]))
     results = compile_launches(kernel, problem, gpu, config)
     launches = [compiled.facts for compiled in results]
     facts = vars(worst(launches)) | {

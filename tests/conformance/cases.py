@@ -95,6 +95,20 @@ class Call(NamedTuple):
     options: dict[str, Any]  # keyword arguments of attention() or attention_varlen(), tensors excepted
 
 
+def with_operands(call: Call, **operands: Any) -> Call:
+    """Returns the same call on other tensors."""
+    return call._replace(operands=call.operands._replace(**operands))
+
+
+def upstream(call: Call) -> tuple[Tensor, Tensor]:
+    """Returns dout and dlse, from a fixed seed."""
+    q = call.operands.q
+    g = torch.Generator(q.device).manual_seed(2)
+    dout = torch.randn(*q.shape[:-1], call.problem.head_dim_v, generator=g, device=q.device)
+    dlse = torch.randn(dout.shape[:-1], generator=g, device=q.device).transpose(-1, -2).contiguous()
+    return dout.to(q.dtype), dlse
+
+
 # Building -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.conformance.cases import Call, Case
+from tests.conformance.gates import forward_references, judge_forward
 from warpwave import UnsupportedProblem, attention, attention_varlen, dispatch
 from warpwave.gpu import current_gpu
-from warpwave.operands import AnyOperands, QuantizedOperands
+from warpwave.operands import NUM_COMMON, AnyOperands, QuantizedOperands
 from warpwave.problem import AttentionProblem
 
 ON_GPU = torch.cuda.is_available()
@@ -39,7 +40,7 @@ def attend(
     """Returns out and lse (None unless requested) of one public call."""
     tensors: dict[str, Any] = {name: getattr(operands, name) for name in ("alibi_slopes", "sinks", "dropout_seed")}
     if isinstance(operands, QuantizedOperands):
-        tensors |= dict(zip(operands._fields[9:], operands[9:], strict=True))
+        tensors |= dict(zip(operands._fields[NUM_COMMON:], operands[NUM_COMMON:], strict=True))
     if problem.packed:
         tensors |= {"cu_seqlens_q": operands.cu_seqlens_q, "cu_seqlens_k": operands.cu_seqlens_k}
         tensors |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
@@ -136,3 +137,11 @@ def by_sequence(call: Call, x: Tensor) -> list[Tensor]:
         return list(x)
     cu_seqlens = call.operands.cu_seqlens_q if len(x) == call.problem.total_q else call.operands.cu_seqlens_k
     return list(x.split(cu_seqlens.diff().tolist()))
+
+
+def assert_gates(kernel: str, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Returns out and lse of a call after they pass the gates."""
+    out, lse = run(kernel, call)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+    return out, lse

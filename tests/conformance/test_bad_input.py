@@ -160,7 +160,13 @@ def rows(table: list[Row]) -> Any:
     return pytest.mark.parametrize(("arguments", "words"), [row[1:] for row in table], ids=[row[0] for row in table])
 
 
-def refused(error: type[Exception], arguments: dict[str, Any], words: list[str], mp: pytest.MonkeyPatch) -> None:
+def refused(
+    error: type[Exception],
+    arguments: dict[str, Any],
+    words: list[str],
+    mp: pytest.MonkeyPatch,
+    call: Callable[[dict[str, Any]], Any] = call,
+) -> None:
     """The call raises this error and these words, and no kernel is bound on the way."""
     for module in KERNELS.values():
         mp.setattr(module, "bind", lambda *_: pytest.fail("a kernel was bound for a bad call"))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.conformance import cases, harness
-from tests.conformance.cases import PLAIN, Call, Case, W
+from tests.conformance.cases import PLAIN, Call, Case, W, with_operands
 from tests.conformance.gates import forward_references, judge_forward
-from tests.conformance.harness import DEVICE, bits, each_kernel
+from tests.conformance.harness import DEVICE, assert_gates, bits, each_kernel
 from warpwave.kernels.flash_fwd import kernel as flash_fwd
 from warpwave.kernels.hopper import host
 from warpwave.problem import Causal
@@ -21,17 +21,6 @@ from warpwave.problem import Causal
 SMALL = replace(PLAIN, dtype="float32:ieee", dims=(16, 16), heads=(2, 1), batch=2, lengths=(37, 70))
 each_type = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32:ieee"])
 sinks_or_not = pytest.mark.parametrize("sinks", [False, True])
-
-
-def assert_gates(kernel: str, call: Call) -> tuple[Tensor, Tensor | None]:
-    out, lse = harness.run(kernel, call)
-    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
-    assert verdict.passed, str(verdict)
-    return out, lse
-
-
-def with_operands(call: Call, **operands: Any) -> Call:
-    return call._replace(operands=call.operands._replace(**operands))
 
 
 def with_bias(call: Call, bias: Tensor) -> Call:

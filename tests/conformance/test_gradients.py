@@ -70,11 +70,7 @@ def refuses(kernel: str, call: Call, request: pytest.FixtureRequest) -> bool:
 
 def upstream(call: Call) -> tuple[Tensor, Tensor | None]:
     """dout, and dlse where the call has an lse."""
-    q = call.operands.q
-    g = torch.Generator(q.device).manual_seed(2)
-    dout = torch.randn(*q.shape[:-1], call.problem.head_dim_v, generator=g, device=q.device).to(q.dtype)
-    shape = dout.shape[:-1] if call.problem.packed else (dout.shape[0], *dout.shape[1:-1])
-    dlse = torch.randn(shape, generator=g, device=q.device).transpose(-1, -2).contiguous()
+    dout, dlse = cases.upstream(call)
     return dout, dlse if call.problem.return_lse else None
 
 

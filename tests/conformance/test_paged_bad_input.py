@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance import paged
+from tests.conformance import paged, test_bad_input
 from tests.conformance.harness import DEVICE, KERNELS, ON_GPU, bits
 from tests.conformance.paged import PagedCase
+from tests.conformance.test_bad_input import rows
 from tests.conformance.test_poison import Guards
 from warpwave import (
     CacheLayer,
@@ -174,19 +175,9 @@ WRONG_CONTENTS: list[Row] = [
 ]  # fmt: skip
 
 
-def rows(table: list[Row]) -> Any:
-    return pytest.mark.parametrize(("arguments", "words"), [row[1:] for row in table], ids=[row[0] for row in table])
-
-
 def refused(error: type[Exception], arguments: dict[str, Any], words: list[str], mp: pytest.MonkeyPatch) -> None:
     """The call raises this error and these words, no kernel is bound on the way and nothing of the cache is written."""
-    for module in KERNELS.values():
-        mp.setattr(module, "bind", lambda *_: pytest.fail("a kernel was bound for a bad call"))
-    with pytest.raises(error) as caught:
-        run(arguments)
-    missing = [word for word in words if word not in str(caught.value)]
-    if missing:
-        pytest.fail(f"{missing} not in {str(caught.value)!r}")
+    test_bad_input.refused(error, arguments, words, mp, run)
     cache = arguments["cache"]
     if isinstance(cache, PagedKVCache) and any(cache.lengths.values()):
         pytest.fail("a refused call advanced the cache")

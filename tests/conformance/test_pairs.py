@@ -13,18 +13,13 @@ import pytest
 import torch
 
 from tests.conformance import cases, harness
-from tests.conformance.cases import LAYOUTS, PLAIN, Call, Case, W
+from tests.conformance.cases import LAYOUTS, PLAIN, Call, Case, W, with_operands
 from tests.conformance.gates import ForwardReferences, forward_references, judge_forward
 from tests.conformance.harness import DEVICE, bits, each_kernel
 
 CASE = replace(PLAIN, dtype="bfloat16", dims=(40, 64), heads=(4, 2), batch=3 if harness.ON_GPU else 2, lengths=(67, 90))
 
 each_lse = pytest.mark.parametrize("lse", [False, True])
-
-
-def substitute(call: Call, **operands: Any) -> Call:
-    """The same call on other tensors."""
-    return call._replace(operands=call.operands._replace(**operands))
 
 
 def assert_bit_equal(kernel: str, call: Call, other: Call) -> None:
@@ -53,7 +48,7 @@ def test_layouts_equal_contiguous(
     if harness.refuses(kernel, call, request):
         return
     q, k, v = (x.contiguous() for x in call.operands[:3])
-    assert_bit_equal(kernel, call, substitute(call, q=q, k=k, v=v))
+    assert_bit_equal(kernel, call, with_operands(call, q=q, k=k, v=v))
 
 
 @each_kernel
@@ -72,7 +67,7 @@ def test_lazily_negated_views_equal_their_values(name: str, kernel: str, request
     assert all(x.is_neg() for x in lazy.values())
     harness.run(kernel, call)  # a plan for the same layouts may be there already
     assert_bit_equal(
-        kernel, substitute(call, **{n: x.resolve_neg() for n, x in lazy.items()}), substitute(call, **lazy)
+        kernel, with_operands(call, **{n: x.resolve_neg() for n, x in lazy.items()}), with_operands(call, **lazy)
     )
 
 
@@ -87,7 +82,7 @@ def test_other_operands_may_be_strided(features: dict[str, Any], kernel: str, re
         x = getattr(call.operands, name)
         if x is not None:
             spread[name] = x.new_zeros(*x.shape, 3)[..., 1].copy_(x)
-    assert_bit_equal(kernel, call, substitute(call, **spread))
+    assert_bit_equal(kernel, call, with_operands(call, **spread))
 
 
 @each_kernel
@@ -107,7 +102,7 @@ def test_masks_and_biases_may_begin_anywhere(
         rows = x.new_zeros(*x.shape[:-1], row).flatten()
         rows = torch.cat((rows, rows.new_zeros(16)))[begin:]
         moved[name] = rows[: rows.numel() - 16 + begin].view(*x.shape[:-1], row)[..., :keys].copy_(x)
-    assert_bit_equal(kernel, call, substitute(call, **moved))
+    assert_bit_equal(kernel, call, with_operands(call, **moved))
 
 
 @each_kernel
@@ -116,7 +111,7 @@ def test_other_batch_items_do_not_matter(features: dict[str, Any], kernel: str, 
     call = cases.build(replace(CASE, causal="bottom_right", lse=not features, **features), "normal", DEVICE)
     if harness.refuses(kernel, call, request):
         return
-    changed = substitute(call, **{name: getattr(call.operands, name).clone() for name in "qkv"})
+    changed = with_operands(call, **{name: getattr(call.operands, name).clone() for name in "qkv"})
     for x in changed.operands[:3]:
         for part in harness.by_sequence(changed, x)[1:]:
             part.mul_(-3)
@@ -136,7 +131,7 @@ def test_other_batch_items_may_hold_nan(packed: bool, kernel: str, request: pyte
     call = cases.build(replace(CASE, packed=packed, batch=5, lse=True), "normal", DEVICE)
     if harness.refuses(kernel, call, request):
         return
-    changed = substitute(call, **{name: getattr(call.operands, name).clone() for name in "qkv"})
+    changed = with_operands(call, **{name: getattr(call.operands, name).clone() for name in "qkv"})
     for x in changed.operands[:3]:
         for part in harness.by_sequence(changed, x)[1:]:
             part.fill_(torch.nan)
@@ -175,7 +170,7 @@ def test_keys_that_no_query_sees_may_hold_anything(
         k[b][unseen] = value
         v[b][unseen] = value
     assert not v.isfinite().all(), "a case of this test must hide some key"
-    assert_bit_equal(kernel, call, substitute(call, k=k, v=v))
+    assert_bit_equal(kernel, call, with_operands(call, k=k, v=v))
 
 
 @each_kernel
@@ -183,7 +178,7 @@ def test_doubled_values_double_the_output(kernel: str, request: pytest.FixtureRe
     call = cases.build(replace(CASE, causal="bottom_right", lse=False), "normal", DEVICE)
     if harness.refuses(kernel, call, request):
         return
-    doubled = substitute(call, v=call.operands.v * 2)
+    doubled = with_operands(call, v=call.operands.v * 2)
     config = harness.default_config(kernel, call)
     (out, _), (twice, _) = (harness.run(kernel, c, config) for c in (call, doubled))
     assert bits(out * 2) == bits(twice)
@@ -228,7 +223,7 @@ def test_order_of_keys(case: Case, kernel: str, request: pytest.FixtureRequest) 
     order = torch.randperm(call.problem.seqlen_k, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     shuffled = {name: getattr(call.operands, name)[:, order] for name in "kv"}
     shuffled |= {name: getattr(call.operands, name)[..., order] for name in ("mask", "bias")}
-    out, lse = harness.run(kernel, substitute(call, **shuffled))
+    out, lse = harness.run(kernel, with_operands(call, **shuffled))
     assert_gates(call, forward_references(call.problem, call.operands), out, lse)
 
 
@@ -242,7 +237,7 @@ def test_one_vector_added_to_all_keys(case: Case, kernel: str, request: pytest.F
     operands = call.operands
     quarters = (operands.k * 4).round().clamp(-12, 12) / 4  # so that the sum is exact in every type
     vector = (torch.arange(call.problem.head_dim, device=DEVICE) % 5 - 2).to(operands.k.dtype)
-    call = substitute(call, k=quarters)
+    call = with_operands(call, k=quarters)
     references = forward_references(call.problem, call.operands)
     group = call.problem.num_heads_q // call.problem.num_heads_kv
     moved = call.problem.softmax_scale * (operands.q.double() @ vector.double()).transpose(1, 2)
@@ -250,7 +245,7 @@ def test_one_vector_added_to_all_keys(case: Case, kernel: str, request: pytest.F
     exact = references.exact._replace(
         lse=references.exact.lse + moved, largest_logit=references.exact.largest_logit + moved.abs().max().item()
     )
-    out, lse = harness.run(kernel, substitute(call, k=quarters + vector))
+    out, lse = harness.run(kernel, with_operands(call, k=quarters + vector))
     assert_gates(call, references._replace(exact=exact), out, lse)
 
 
@@ -262,7 +257,7 @@ def test_grouped_heads_equal_repeated_heads(case: Case, kernel: str, request: py
         return
     group = call.problem.num_heads_q // call.problem.num_heads_kv
     repeated = {name: getattr(call.operands, name).repeat_interleave(group, dim=2) for name in "kv"}
-    out, lse = harness.run(kernel, substitute(call, **repeated))
+    out, lse = harness.run(kernel, with_operands(call, **repeated))
     assert_gates(call, forward_references(call.problem, call.operands), out, lse)
 
 
@@ -289,7 +284,7 @@ def test_halves_merged_by_lse_equal_the_whole(kernel: str, request: pytest.Fixtu
         return
     n = call.problem.seqlen_k // 3
     halves = [
-        harness.run(kernel, substitute(call, k=call.operands.k[:, part], v=call.operands.v[:, part]))
+        harness.run(kernel, with_operands(call, k=call.operands.k[:, part], v=call.operands.v[:, part]))
         for part in (slice(None, n), slice(n, None))
     ]
     (out_a, lse_a), (out_b, lse_b) = halves

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.conformance import cases, harness
 from tests.conformance.cases import Call, Case
 from tests.conformance.datasets import DATA_SETS
 from tests.conformance.gates import forward_references, judge_forward
-from tests.conformance.harness import DEVICE, KERNELS, ON_GPU, bits
+from tests.conformance.harness import DEVICE, KERNELS, ON_GPU, assert_gates, bits
 from warpwave import attention, quantize
 from warpwave.kernels import descales
 from warpwave.operands import QuantizedOperands
@@ -25,13 +24,6 @@ SAMPLED = 1 if ON_GPU else 4
 
 each_kernel = pytest.mark.parametrize("kernel", QUANTIZED_KERNELS)
 each_dtype = pytest.mark.parametrize("dtype", cases.QUANTIZED_DTYPES_OF_A_GRID)
-
-
-def judged(kernel: str, call: Call) -> tuple[Tensor, Tensor | None]:
-    out, lse = harness.run(kernel, call)
-    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
-    assert verdict.passed, str(verdict)
-    return out, lse
 
 
 @each_kernel
@@ -46,7 +38,7 @@ def test_case_grid(nth: int, case: Case, kernel: str, request: pytest.FixtureReq
     call = cases.build(case, DATA_SETS[nth // SAMPLED % 3], DEVICE)
     if harness.refuses(kernel, call, request):
         return
-    judged(kernel, call)
+    assert_gates(kernel, call)
 
 
 @each_kernel
@@ -56,7 +48,7 @@ def test_plain_calls(data: Any, dtype: str, kernel: str, request: pytest.Fixture
     call = cases.build(Case(dtype=dtype, lengths=(70, 150), heads=(2, 1), causal="bottom_right"), data, DEVICE)
     if harness.refuses(kernel, call, request):
         return
-    judged(kernel, call)
+    assert_gates(kernel, call)
 
 
 @each_kernel
@@ -90,7 +82,7 @@ def test_one_factor_of_q_for_a_group_of_heads(dtype: str, kernel: str, request: 
     each = call.operands._replace(q_descale=of_groups.repeat_interleave(3, dim=1))
     results = [bits(*harness.run(kernel, call._replace(operands=o))) for o in (shared, each)]
     assert results[0] == results[1]
-    judged(kernel, call._replace(operands=shared))
+    assert_gates(kernel, call._replace(operands=shared))
 
 
 @each_kernel
@@ -154,7 +146,7 @@ def test_each_block_has_its_own_factor(dtype: str, kernel: str, request: pytest.
     for name in ("q_descale", "k_descale", "v_descale"):
         factor = getattr(call.operands, name)
         scaled[name] = factor * 4.0 ** torch.arange(factor.shape[2], device=factor.device)
-    judged(kernel, call._replace(operands=call.operands._replace(**scaled)))
+    assert_gates(kernel, call._replace(operands=call.operands._replace(**scaled)))
 
 
 @each_kernel
@@ -164,7 +156,7 @@ def test_65536_keys(kernel: str, request: pytest.FixtureRequest) -> None:
     call = cases.build(Case(dtype="float8_e4m3fn:float8_e4m3fn:128", lengths=(64, keys)), "normal", DEVICE)
     if harness.refuses(kernel, call, request):
         return
-    judged(kernel, call)
+    assert_gates(kernel, call)
 
 
 @pytest.mark.parametrize("options", [{}, {"rotate": True}, {"smooth_k": True, "rotate": True}, {"dtype": torch.int8}])

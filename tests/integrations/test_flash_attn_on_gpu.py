@@ -24,13 +24,11 @@ pytestmark = pytest.mark.gpu
 LSE: Any = {"rtol": 1e-3, "atol": 2e-3}
 
 
-def made(
-    lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, grad: bool = True
-) -> list[torch.Tensor]:
+def made(lengths: tuple[int, int], heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
     torch.manual_seed(0)
     sizes = ((lengths[0], heads[0]), (lengths[1], heads[1]), (lengths[1], heads[1]))
     tensors = [torch.randn(2, length, count, head_dim, device="cuda").to(dtype) for length, count in sizes]
-    return [t.requires_grad_(grad) for t in tensors]
+    return [t.requires_grad_() for t in tensors]
 
 
 def by_definition(given: list[torch.Tensor], dtype: torch.dtype, slopes: Any = None, **said: Any) -> tuple[Any, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import needs_triton
 from warpwave.kernels.prepass import bias_seen
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # interpreted on a CPU
 PROBLEM = AttentionProblem(
@@ -20,7 +20,7 @@ PROBLEM = AttentionProblem(
 )  # fmt: skip
 
 
-@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@needs_triton
 @pytest.mark.parametrize("band", [{}, {"causal": Causal(), "window_size": (20, -1)}], ids=["", "window"])
 @pytest.mark.parametrize("shape", [(2, 3, 170, 301), (1, 3, 1, 301), (2, 1, 170, 1), (1, 1, 1, 1)], ids=str)
 def test_queries_and_keys_that_some_pair_shows(shape: tuple[int, ...], band: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import warpwave
 from tests.conformance.harness import DEVICE, GPU, KERNELS, bits
+from tests.recalls import forget, recalled
 from warpwave import dispatch, plans
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout, eager, flash_bwd, flash_fwd
@@ -23,6 +24,8 @@ from warpwave.operands import DropoutOperands, Operands
 from warpwave.options import Options
 from warpwave.problem import AttentionProblem
 
+__all__ = ["recalled"]  # fixture
+
 SEED = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 
 
@@ -30,9 +33,9 @@ def seed_of(seed: int = SEED[0], offset: int = SEED[1]) -> Tensor:
     return torch.tensor([seed, offset], device=DEVICE)
 
 
-def inputs(batch: int = 2, seqlen: int = 37, heads: int = 2, head_dim: int = 16, grad: bool = False) -> list[Tensor]:
+def inputs(batch: int = 2, seqlen: int = 37, heads: int = 2, grad: bool = False) -> list[Tensor]:
     g = torch.Generator(DEVICE).manual_seed(0)
-    shape = (batch, seqlen, heads, head_dim)
+    shape = (batch, seqlen, heads, 16)
     return [torch.randn(shape, generator=g, device=DEVICE).requires_grad_(grad) for _ in range(3)]
 
 
@@ -378,15 +381,7 @@ def test_the_default_generator_determines_what_is_dropped() -> None:
     assert torch.equal(state(), before), "a given seed draws nothing"
 
 
-def test_an_equal_call_with_another_seed_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    recall = plans.recall
-
-    def watch(*arguments: Any) -> Any:
-        seen.append(recall(*arguments))
-        return seen[-1]
-
-    monkeypatch.setattr(plans, "recall", watch)
+def test_an_equal_call_with_another_seed_is_recalled(recalled: list[bool]) -> None:
     q, k, v = inputs(seqlen=23)
     ends = torch.tensor([0, 11, 23], dtype=torch.int32, device=DEVICE)
     dense = functools.partial(warpwave.attention, q, k, v)
@@ -395,18 +390,17 @@ def test_an_equal_call_with_another_seed_is_recalled(monkeypatch: pytest.MonkeyP
         max_seqlen_k=23,
     )  # fmt: skip
     for call in (packed, dense):
-        plans._classes.clear()
-        plans._last.clear()
+        forget()
         outs = [call(dropout_p=0.5, dropout_seed=seed_of(n)) for n in (1, 2, 1)]
         assert bits(outs[0]) == bits(outs[2]) != bits(outs[1])
-        assert [run is not None for run in seen] == [False, True, True]
+        assert recalled == [False, True, True]
         assert not torch.equal(call(dropout_p=0.25, dropout_seed=seed_of(1)), outs[0])
-        seen.clear()
+        recalled.clear()
     other = inputs(batch=3, seqlen=29)
     assert bits(warpwave.attention(*other, dropout_p=0.5, dropout_seed=seed_of())) == bits(
         warpwave.attention(*other, dropout_p=0.5, dropout_seed=seed_of(), kernel="eager")
     ), "a new length of a known class"
-    assert seen[0] is not None
+    assert recalled[0]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

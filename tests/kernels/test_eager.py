@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from warpwave.gpu import CPU
@@ -17,6 +18,18 @@ PROBLEM = AttentionProblem(
     batch=1, seqlen_q=100, seqlen_k=100, num_heads_q=2, num_heads_kv=2, head_dim=8, head_dim_v=8,
     dtype="float32", softmax_scale=0.3,
 )  # fmt: skip
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
 
 
 @pytest.mark.parametrize("seqlen", [1024, 16384, 1_000_000])
@@ -30,17 +43,6 @@ def test_the_workspace_is_bounded_whatever_the_length(seqlen: int, heads: int) -
 
 def test_memory_grows_with_the_length_not_its_square() -> None:
     """The largest tensor alive at once, seen by a mode that watches every operation."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.elements = max(self.elements, out.numel())
-            return out
-
     seen = []
     for seqlen in (2048, 4096):
         q = torch.randn(1, seqlen, 1, 8)

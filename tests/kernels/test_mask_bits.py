@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import needs_triton
 from warpwave.kernels.prepass import mask_bits, mask_steps
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # interpreted on a CPU
 PROBLEM = AttentionProblem(
@@ -20,7 +20,7 @@ PROBLEM = AttentionProblem(
 )  # fmt: skip
 
 
-@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@needs_triton
 @pytest.mark.parametrize("band", [{}, {"causal": Causal(), "window_size": (20, -1)}], ids=["", "window"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("strided", [False, True])
@@ -59,7 +59,7 @@ def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, transpose
         assert torch.equal(seen[0].bool(), shown.any(-2)) and torch.equal(seen[1].bool(), shown.any(-1))
 
 
-@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@needs_triton
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_byte_of_any_bits_is_true(transposed: bool) -> None:
     """As for torch: a view of other bytes may be a mask."""
@@ -86,7 +86,7 @@ def test_broadcast_axes_are_packed_once() -> None:
     assert packed.word_strides == (560, 0, 280, 4) and packed.flag_strides == (4, 0, 2)
 
 
-@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@needs_triton
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("shape", [(2, 6, 300, 530), (1, 1, 300, 530), (2, 1, 1, 530), (1, 6, 300, 1)], ids=str)
 def test_steps_that_show_a_pair_are_listed(shape: tuple[int, ...], group: int, monkeypatch: pytest.MonkeyPatch) -> None:

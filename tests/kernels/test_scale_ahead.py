@@ -13,15 +13,15 @@ from torch import Tensor
 from tests.conformance import cases
 from tests.conformance.cases import PLAIN, Call
 from tests.conformance.harness import by_sequence
+from tests.marks import needs_triton
 from warpwave.gpu import current_gpu
 from warpwave.kernels.hopper import host
 from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = {"fp16x1": 2.0**-11, "fp16x3": 2.0**-22}
 

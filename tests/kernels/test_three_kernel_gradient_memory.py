@@ -90,7 +90,7 @@ def test_a_backward_takes_what_was_said(features: str, workspace: int, monkeypat
     dout = empty(p.batch, p.seqlen_q, p.num_heads_q, p.head_dim_v)
     wanted = (True, True, True, False, False, p.has_sinks)
     with torch.no_grad(), Alive() as alive:
-        three_kernel_gradients.backward(p, H200, operands, dout, None, wanted)
+        three_kernel_gradients.backward(p, operands, dout, None, wanted)
     three_kernel_gradients._bound.clear()
     assert alive.most == three_kernel_gradient_memory.peak_bytes(p)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 OF_TORCH, OF_FLASH_ATTN = "integrations/pytorch.py", "integrations/flash_attn.py"
+OF_FLASH_OPERATORS = "integrations/pytorch_flash.py"
 OF_TRANSFORMERS, OF_VLLM = "integrations/transformers.py", "integrations/vllm.py"
 IN_TORCH, IN_FLASH_ATTN, IN_CACHES, IN_TRANSFORMERS, IN_VLLM = (
-    f"../integrations/test_{name}.py::"
+    "../integrations/test_{name}.py::"
     for name in ("pytorch", "flash_attn", "flash_attn_caches", "transformers", "vllm")
 )
 
@@ -28,14 +29,14 @@ INTEGRATIONS = [
         f"{IN_TORCH}test_a_context_routes_and_restores", "", "TORCHS",
     ),
     Mutant(
-        "flash operators: the backward has another seed", OF_TORCH,
+        "flash operators: the backward has another seed", OF_FLASH_OPERATORS,
         "random_state.view(torch.int64)", "random_state.view(torch.int64).flip(0)",
-        f"{IN_TORCH}test_the_flash_operators_keep_the_seed_of_dropout", "", "not close",
+        "../integrations/test_pytorch_flash.py::test_the_flash_operators_keep_the_seed_of_dropout", "", "not close",
     ),
     Mutant(
-        "flash operators: a causal mask that sees one key more", OF_TORCH,
+        "flash operators: a causal mask that sees one key more", OF_FLASH_OPERATORS,
         "0 if is_causal else", "1 if is_causal else",
-        f"{IN_TORCH}test_the_flash_operator_of_dense_calls", "", "not close",
+        "../integrations/test_pytorch_flash.py::test_the_flash_operator_of_dense_calls", "", "not close",
     ),
     Mutant(
         "flash_attn: the right side of a window taken from the left", OF_FLASH_ATTN,

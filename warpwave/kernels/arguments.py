@@ -138,6 +138,15 @@ def stride_unit(*tensors: torch.Tensor | None) -> int:
     return math.gcd(16, *(stride for tensor in tensors if tensor is not None for stride in tensor.stride()[:-1]))
 
 
+def strides_in(unit: int, *tensors: torch.Tensor) -> list[int]:
+    """Returns the `token_strides` of tensors, in units except along head_dim."""
+    strides: list[int] = []
+    for tensor in tensors:
+        outer, token, head, element = token_strides(tensor)
+        strides += (outer // unit, token // unit, head // unit, element)
+    return strides
+
+
 def lse_strides(problem: AttentionProblem) -> tuple[int, int]:
     """Returns the strides of lse: (batch, head)."""
     rows = problem.total_q if problem.packed else problem.seqlen_q

@@ -17,7 +17,7 @@ import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels.primitives import IN_INTERPRETER, rounded
-from warpwave.operands import Operands, QuantizedOperands
+from warpwave.operands import NUM_COMMON, Operands, QuantizedOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime.triton_or_stub import jit, tl
 
@@ -233,8 +233,8 @@ def strides(problem: AttentionProblem, operands: Any) -> list[int | None]:
     """Returns the run-time arguments of a kernel: the strides of all factors, None for a call without."""
     if not problem.is_quantized:
         return [None] * 10
-    q, k, v = operands[9:12]
-    return [*strides_of_q(problem, q), *strides_of_keys(k), *strides_of_keys(v)]
+    of_keys = (*strides_of_keys(operands.k_descale), *strides_of_keys(operands.v_descale))
+    return [*strides_of_q(problem, operands.q_descale), *of_keys]
 
 
 P_SCALE = 256  # of probabilities in e4m3: the largest power of two in its range
@@ -281,12 +281,13 @@ def dequantized(
     assert problem.descale_blocks is not None
     numbers = []
     offsets = (operands.cu_seqlens_q, operands.cu_seqlens_k, operands.cu_seqlens_k)
-    for t, factor, block, starts in zip(operands[:3], operands[9:12], problem.descale_blocks, offsets, strict=True):
+    factors = (operands.q_descale, operands.k_descale, operands.v_descale)
+    for t, factor, block, starts in zip(operands[:3], factors, problem.descale_blocks, offsets, strict=True):
         wide = t.to(dtype)
         numbers.append(wide if factor is None else wide * of_tokens(factor.to(dtype), block, t, starts))
     of_call = {"dtype": str(dtype).removeprefix("torch."), "dtype_v": None, "dtype_out": None, "descale_blocks": None}
     q, k, v = numbers
-    return replace(problem, **of_call), Operands(q, k, v, *operands[3:9])  # type: ignore[arg-type]
+    return replace(problem, **of_call), Operands(q, k, v, *operands[3:NUM_COMMON])  # type: ignore[arg-type]
 
 
 def of_tokens(

@@ -28,13 +28,11 @@ from warpwave import precision
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import descales, dropout, rules
 from warpwave.kernels.arguments import Results, Run
-from warpwave.kernels.eager_cost import cost
+from warpwave.kernels.eager_cost import cost as cost
 from warpwave.kernels.paging import as_cached, as_packed, one_by_one
 from warpwave.kernels.torch_products import plainly, product
-from warpwave.operands import AnyOperands, Operands, QuantizedOperands
+from warpwave.operands import AnyOperands, Operands, QuantizedOperands, differentiable
 from warpwave.problem import LARGEST_BIAS, AttentionProblem, Band
-
-__all__ = ["Config", "Gradients", "backward", "bind", "configs", "cost", "forward", "why_not"]
 
 NAME = "eager"
 NEEDS_GPU = False
@@ -342,7 +340,7 @@ def backward(
 
     Deterministic: no atomics, sums in a fixed order.
     """
-    sources = (*operands[:3], *operands[4:7])
+    sources = differentiable(operands)
     sums = Gradients(
         *(
             torch.zeros(t.shape, dtype=_wide(problem), device=t.device) if want else None

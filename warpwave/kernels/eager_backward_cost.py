@@ -9,13 +9,12 @@ from warpwave.kernels import eager
 from warpwave.kernels.cost import Cost, in_turn
 from warpwave.kernels.eager import Config, configs
 from warpwave.kernels.eager_cost import PASSES_OF_EDGE, tiles_of_sequence
+from warpwave.operands import DIFFERENTIABLE
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
-
-__all__ = ["GRADIENTS", "NAME", "NEEDS_GPU", "Config", "arithmetic_of", "configs", "cost", "default", "why_not"]
 
 NAME = "eager backward"
 NEEDS_GPU = False
-GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+GRADIENTS = DIFFERENTIABLE
 why_not = eager.why_not
 PRODUCTS_OF_TILE = 5
 # Scale, subtract the log-sum-exp, exponential; delta from dP, times P, compare and select.

@@ -8,6 +8,8 @@ from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
 
 MAX_HEAD_DIM_WITH_DROPOUT = 256  # of GPU kernels: the largest head_dim of flash_fwd, flash_bwd and hopper/flash_bwd
+MEANT_FROM = 257  # head_dim from which kernels of wide heads are advertised; they can run narrower heads
+FEW_QUERIES_OF_WIDE_HEADS = 64  # of a sequence, at most: large_head_dim, which splits keys, serves them
 FLOAT8_CAPABILITY = 89
 FLOAT8_ON_AMD = ("gfx942", "gfx950", "gfx1201")
 # What a launch may not support, by the words of its reason.

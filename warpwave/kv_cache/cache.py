@@ -427,7 +427,7 @@ class PagedKVCache:
             raise InvalidInput("cu_seqlens was given without counts, the same lengths on the host")
         listed = integers("rows", rows, "a row")
         if cu_seqlens is not None:
-            check_offsets_tensor("cu_seqlens", cu_seqlens, len(listed))
+            check_offsets_tensor(cu_seqlens, len(listed))
         numbers = None if counts is None else integers("counts", counts)
         with self.prepare_append(self.layer, listed, k_new, v_new, counts=numbers, rotary=rotary).applied():
             pass

@@ -130,14 +130,14 @@ def check_counts(name: str, counts: list[int], total: int, of: str, longest: int
         raise InvalidInput(f"{name} sums to {sum(counts)}; it must sum to {total}, the tokens of {of}")
 
 
-def check_offsets_tensor(name: str, offsets: Any, batch: int) -> None:
+def check_offsets_tensor(offsets: Any, batch: int) -> None:
     """Raises InvalidInput or InvalidType if offsets of packed sequences are not int32 (batch + 1,)."""
     if not isinstance(offsets, torch.Tensor):
-        raise InvalidType(f"{name} is a {type(offsets).__name__}; it must be a torch.Tensor")
+        raise InvalidType(f"cu_seqlens is a {type(offsets).__name__}; it must be a torch.Tensor")
     if offsets.dtype != torch.int32:
-        raise InvalidType(f"{name} is {offsets.dtype}; it must be torch.int32")
+        raise InvalidType(f"cu_seqlens is {offsets.dtype}; it must be torch.int32")
     if offsets.dim() != 1 or len(offsets) != batch + 1:
-        raise InvalidInput(f"{name} has shape {tuple(offsets.shape)} for {batch} rows; it must be ({batch + 1},)")
+        raise InvalidInput(f"cu_seqlens has shape {tuple(offsets.shape)} for {batch} rows; it must be ({batch + 1},)")
 
 
 def new_tokens(
@@ -190,7 +190,7 @@ def new_tokens(
     if rows is not None and not packed:
         bind_axes("rows", rows, "batch", axes)
     if cu_seqlens is not None:
-        check_offsets_tensor("cu_seqlens", cu_seqlens, len(cu_seqlens) - 1 if rows is None else len(rows))
+        check_offsets_tensor(cu_seqlens, len(cu_seqlens) - 1 if rows is None else len(rows))
     if rotary is not None:
         _check_rotary(rotary, layer)
         if k_new is not None and layer.k.data_ptr() == layer.v.data_ptr() != 0:  # 0 without memory

@@ -216,8 +216,10 @@ def _describe(
             return tensor(batch, heads, *(() if shared == "head" else (-(-tokens // int(shared)),)), dtype="float32")
 
         of_values = factor(kv_heads, keys) if of_v in QUANTIZED_DTYPES.values() else None
-        factors = (factor(heads, seqlen_q), factor(kv_heads, keys), of_values, None)
-        operands = QuantizedOperands(*operands[:9], *factors)
+        operands = QuantizedOperands(
+            **operands._asdict(), q_descale=factor(heads, seqlen_q), k_descale=factor(kv_heads, keys),
+            v_descale=of_values,
+        )  # fmt: skip
     options = Options(
         max_seqlen_q=seqlen_q if packed else 0,
         max_seqlen_k=keys if packed or page_size else 0,

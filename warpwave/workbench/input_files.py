@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,7 @@ def parse_json(text: str) -> Any:
     Raises:
         Unreadable: the text is not JSON, or nested too deeply.
     """
-    try:
-        data = json.loads(text)
-    except RecursionError:
-        raise Unreadable(_TOO_DEEP) from None
-    except ValueError as error:
-        raise Unreadable(f"not JSON: {error}") from None
-    _check_depth(data)
-    return data
+    return _parsed("JSON", json.loads, text)
 
 
 def parse_toml(text: str) -> Any:
@@ -96,17 +90,21 @@ def parse_toml(text: str) -> Any:
     Raises:
         Unreadable: the text is not TOML, or nested too deeply.
     """
-    try:
-        data = tomllib.loads(text)
-    except RecursionError:
-        raise Unreadable(_TOO_DEEP) from None
-    except ValueError as error:
-        raise Unreadable(f"not TOML: {error}") from None
-    _check_depth(data)
-    return data
+    return _parsed("TOML", tomllib.loads, text)
 
 
 _TOO_DEEP = f"nested more than {DEEPEST} deep"
+
+
+def _parsed(what: str, loads: Callable[[str], Any], text: str) -> Any:
+    try:
+        data = loads(text)
+    except RecursionError:
+        raise Unreadable(_TOO_DEEP) from None
+    except ValueError as error:
+        raise Unreadable(f"not {what}: {error}") from None
+    _check_depth(data)
+    return data
 
 
 def _check_depth(data: Any) -> None:

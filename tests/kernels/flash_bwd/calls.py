@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tests.conformance.cases import PLAIN, Call
-from tests.conformance.harness import DEVICE, GPU
+from tests.conformance.harness import GPU
 from warpwave.kernels import eager, flash_bwd, flash_fwd
 from warpwave.kernels.flash_bwd import Config, Tile
 from warpwave.workbench.verify.reference import Gradients
@@ -45,17 +44,3 @@ def differentiate(
 def flash_forward(call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of the portable forward."""
     return forward(call, flash_fwd)
-
-
-def upstream(call: Call) -> tuple[Tensor, Tensor]:
-    """dout and dlse."""
-    g = torch.Generator(DEVICE).manual_seed(2)
-    q, problem = call.operands.q, call.problem
-    dout = torch.randn(*q.shape[:-1], problem.head_dim_v, generator=g, device=DEVICE).to(q.dtype)
-    shape = dout.shape[:-1] if problem.packed else (dout.shape[0], *dout.shape[1:-1])
-    return dout, torch.randn(shape, generator=g, device=DEVICE).transpose(-1, -2).contiguous()
-
-
-def with_operands(call: Call, **operands: Any) -> Call:
-    """The same call on other tensors."""
-    return call._replace(operands=call.operands._replace(**operands))

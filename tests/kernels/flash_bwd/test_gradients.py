@@ -9,23 +9,14 @@ import pytest
 import torch
 
 from tests.conformance import cases, harness
-from tests.conformance.cases import LAYOUTS, Case, W
+from tests.conformance.cases import LAYOUTS, Case, W, upstream, with_operands
 from tests.conformance.datasets import DATA_SETS
 from tests.conformance.gates import backward_references, judge_backward
 from tests.conformance.harness import DEVICE, bits
 from tests.conformance.test_gradients import BLIND, NAMES
 from tests.conformance.test_poison import Guards
 from tests.conformance.test_probes import retrieval
-from tests.kernels.flash_bwd.calls import (
-    ALL,
-    CASE,
-    SMALL,
-    differentiate,
-    flash_forward,
-    forward,
-    upstream,
-    with_operands,
-)
+from tests.kernels.flash_bwd.calls import ALL, CASE, SMALL, differentiate, flash_forward, forward
 from warpwave.kernels import flash_bwd
 from warpwave.kernels.flash_bwd import Config, Tile
 from warpwave.operands import Operands

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import dropout as hopper_dropout
+from warpwave.problem import AttentionProblem
 from warpwave.runtime import parameters
 from warpwave.runtime.launch import Launch, Mapped
 
@@ -475,6 +476,15 @@ class Source:
 
     def __init__(self, kernel: Any) -> None:
         self.fn, self.__name__ = kernel.fn, kernel.fn.__name__
+
+
+def unwritten(problem: AttentionProblem, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns out and lse of a call, filled with NaN: what is not written shows."""
+    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=getattr(torch, problem.dtype_of_out))
+    rows: tuple[int, ...] = (problem.num_heads_q, problem.total_q)
+    if not problem.packed:
+        rows = (problem.batch, problem.num_heads_q, problem.seqlen_q)
+    return out, torch.full(rows, torch.nan)
 
 
 def run_launch(

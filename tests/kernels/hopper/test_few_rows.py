@@ -14,16 +14,16 @@ from tests.conformance import cases
 from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials, split_kv
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.operands import CachedOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON
+from warpwave.runtime.triton_or_stub import INTERPRETED
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
-triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 BASE = replace(PLAIN, dtype="bfloat16", dims=(72, 72), heads=(4, 2), batch=2, lengths=(1, 200))
 # A call, keys of a page, keys of a tile, shares.
 CALLS: dict[str, tuple[dict[str, Any], int, int, int]] = {
@@ -65,9 +65,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) ->
     from warpwave.kernels.hopper import pages, parts, rows, softmax
     from warpwave.kernels.split_kv import few_rows_device as device
 
-    q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     acc, state = partials.allocate(problem, config.num_splits, "cpu") if config.num_splits > 1 else (None, None)
     for tensor in (acc, state):
         if tensor is not None:
@@ -82,7 +80,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) ->
     return out, lse
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize("name", CALLS)
 def test_the_protocol_on_a_cpu(name: str) -> None:
     """The source of the roles, every step and barrier where the kernel has it, NaN in memory that nobody wrote; where
@@ -169,7 +167,7 @@ def test_rings_fill_a_multiprocessor(keys: int, blocks: int) -> None:
     assert few_rows.registers(DECODE, H200, config) * few_rows.THREADS * per_sm <= 65536
 
 
-@triton_only
+@needs_triton
 def test_it_compiles_without_spills_and_by_tensor_maps() -> None:
     """With and without each of its features; on as many registers as it asks for."""
     problem = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance import cases, harness
-from tests.conformance.cases import FEATURES, PLAIN, Call, Case
+from tests.conformance.cases import FEATURES, PLAIN, Call, Case, upstream
 from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import OTHER_ORDER, backward_references, judge_backward
 from tests.conformance.harness import DEVICE, GPU, bits
@@ -83,14 +83,6 @@ def gradients(call: Call, dout: Tensor, dlse: Tensor | None, config: int = 0, de
     wanted = (True, True, True, bias and not of.is_joint, slopes and not of.is_joint, sinks)
     run = flash_bwd.bind(problem, GPU, call.operands, wanted, of)
     return Gradients(*run(call.operands, (out, lse), dout, dlse))  # type: ignore[arg-type]
-
-
-def upstream(call: Call) -> tuple[Tensor, Tensor]:
-    """dout and dlse."""
-    g = torch.Generator(DEVICE).manual_seed(2)
-    q = call.operands.q
-    dout = torch.randn(*q.shape[:-1], call.problem.head_dim_v, generator=g, device=DEVICE).to(q.dtype)
-    return dout, torch.randn(dout.shape[:-1], generator=g, device=DEVICE).transpose(-1, -2).contiguous()
 
 
 @pytest.mark.parametrize(("data", "config"), [*((data, 0) for data in DATA_SETS), ("normal", 1), ("low", 1)])

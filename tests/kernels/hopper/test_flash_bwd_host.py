@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import warpwave
 from tests.test_new_lengths import Card, card, device, known, pytestmark
 from warpwave import dispatch
 from warpwave.gpu import Gpu
+from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel
 from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, divided_tail, group_splits, steps_of_dq
 from warpwave.kernels.hopper.host import bias_bytes
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch, parameters
+from warpwave.workbench.bench.peers.peer import OperatorNames
 
 __all__ = ["card", "device", "known", "pytestmark"]  # fixtures
 BACKWARD = ["statistics_kernel", "joint_kernel", "finish_dq_kernel"]  # in the order in which they are compiled
@@ -168,8 +169,8 @@ def test_float32_is_refused_for_a_reason(changes: dict[str, Any], reason: str) -
         dtype="float32", softmax_scale=0.125,
     )  # fmt: skip
     for precision in ("default", "fp16x3", "tf32x3"):
-        assert not kernel.why_not(replace(problem, precision=precision), gpu)
-    (found,) = kernel.why_not(replace(problem, **changes), gpu)
+        assert not flash_bwd.why_not(replace(problem, precision=precision), gpu)
+    (found,) = flash_bwd.why_not(replace(problem, **changes), gpu)
     assert found.startswith(reason)
     serving = [module.NAME for module in dispatch.gradient_kernels(replace(problem, **changes), gpu)]
     assert serving[:1] == ["flash_bwd" if changes != {"error_budget": 1e-7} else "three_kernel backward"]
@@ -198,7 +199,7 @@ def test_query_heads_are_divided_where_blocks_are_few(fields: dict[str, Any], ex
             "head_dim_v": 128, "dtype": "bfloat16", "softmax_scale": 0.1, **fields,
         }
     )  # fmt: skip
-    config = kernel.configs(problem, Gpu.for_arch("sm_90"))[0]
+    config = flash_bwd.configs(problem, Gpu.for_arch("sm_90"))[0]
     assert group_splits(problem, config) == expected
 
 
@@ -216,7 +217,7 @@ def test_query_heads_are_divided_where_blocks_are_few(fields: dict[str, Any], ex
 def test_the_workspace_of_parts_is_bounded(fields: dict[str, Any], expected: tuple[int, int]) -> None:
     sizes = {"batch": 1, "num_heads_kv": 1, "head_dim": 128, "head_dim_v": 128}
     problem = AttentionProblem(**{**sizes, **fields}, dtype="bfloat16", softmax_scale=0.1)
-    config = kernel.default(problem, Gpu.for_arch("sm_90"))
+    config = flash_bwd.default(problem, Gpu.for_arch("sm_90"))
     assert divided_tail(problem, config) == expected
     splits = [t for t in kernel.example(problem, config, "meta")[0][-3:-1] if isinstance(t, torch.Tensor)]
     assert sum(t.nbytes for t in splits) <= 5 * 132 * 128 * 4 * (problem.head_dim + problem.head_dim_v)
@@ -247,15 +248,15 @@ def test_parts_of_every_head_size_fit_shared_memory() -> None:
             batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=head_dim,
             head_dim_v=head_dim_v, dtype="float32", softmax_scale=0.1,
         )  # fmt: skip
-        (config,) = kernel.configs(problem, gpu)
-        assert kernel.smem_bytes(problem, config) <= SMEM_PER_BLOCK
+        (config,) = flash_bwd.configs(problem, gpu)
+        assert flash_bwd.smem_bytes(problem, config) <= SMEM_PER_BLOCK
 
 
 @pytest.mark.parametrize(("fields", "text"), [((32, 2, True), "block_m is 32"), ((64, 0, True), "at least 1"),
                                               ((128, 1, False), "at least 2")])  # fmt: skip
 def test_a_config_checks_itself(fields: tuple[int, int, bool], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        kernel.Config(*fields)
+        flash_bwd.Config(*fields)
 
 
 def orders(card: Card) -> list[bool]:
@@ -314,7 +315,7 @@ def test_without_the_argument_torchs_mode_is_read_when_gradients_are_computed(ca
 def test_the_operator_takes_the_argument_as_well(card: Card) -> None:
     """A call that a mode sees goes through the operator, and so does its backward."""
     q, k, v = inputs()
-    with CountingMode():
+    with OperatorNames():
         torch.autograd.grad(warpwave.attention(q, k, v, deterministic=True).sum(), (q, k, v))
     assert orders(card) == [True]
 
@@ -325,13 +326,6 @@ def test_dropout_takes_the_same_kernels(card: Card) -> None:
     for p in (0.1, 0.5, 0.9):
         torch.autograd.grad(warpwave.attention(q, k, v, dropout_p=p).sum(), (q, k, v))
     assert compiled(card)[1:] == BACKWARD
-
-
-class CountingMode(TorchDispatchMode):
-    """A mode that only looks on."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def test_layouts_that_hooks_bring_back_are_bound_anew(card: Card) -> None:
@@ -404,13 +398,13 @@ def test_every_head_size_has_room_with_and_without_a_bias() -> None:
             batch=1, seqlen_q=512, seqlen_k=512, num_heads_q=1, num_heads_kv=1, head_dim=head_dim,
             head_dim_v=head_dim_v, dtype="bfloat16", softmax_scale=0.1,
         )  # fmt: skip
-        configs = kernel.configs(plain, Gpu.for_arch("sm_90"))
-        assert all(kernel.smem_bytes(plain, config) <= SMEM_PER_BLOCK for config in configs)
+        configs = flash_bwd.configs(plain, Gpu.for_arch("sm_90"))
+        assert all(flash_bwd.smem_bytes(plain, config) <= SMEM_PER_BLOCK for config in configs)
         joint |= {(head_dim, head_dim_v)} if configs[0].is_joint else set()
         for dtype in ("bfloat16", "float32"):
             problem = replace(plain, bias_shape=(1, 1, 512, 512), bias_dtype=dtype)
-            configs = kernel.configs(problem, Gpu.for_arch("sm_90"))
-            assert all(kernel.smem_bytes(problem, config) <= SMEM_PER_BLOCK for config in configs)
+            configs = flash_bwd.configs(problem, Gpu.for_arch("sm_90"))
+            assert all(flash_bwd.smem_bytes(problem, config) <= SMEM_PER_BLOCK for config in configs)
             keys, _ = steps_of_dq(problem, configs[-1], bias_bytes(problem))
             assert not configs[-1].is_joint and keys >= 32
     assert {(192, 128), (128, 192), (160, 160), (24, 168), (128, 128)} <= joint

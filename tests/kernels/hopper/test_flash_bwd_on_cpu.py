@@ -15,6 +15,7 @@ from tests.conformance.cases import PLAIN, Call
 from tests.conformance.datasets import Data
 from tests.conformance.gates import backward_references, judge_backward
 from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import flash_bwd, host
@@ -23,12 +24,11 @@ from warpwave.kernels.hopper.flash_bwd import hidden, kernel
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors
 from warpwave.problem import LARGEST_BIAS
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import Forward, Gradients, oracle
 
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 def on_cpu(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import needs_triton
 from warpwave import UnsupportedProblem, attention, attention_varlen, explain
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu, current_gpu
@@ -23,7 +24,6 @@ from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(
@@ -59,7 +59,7 @@ def test_says_why_not(change: dict[str, Any], gpu: Gpu, word: str) -> None:
     assert any(word in reason for reason in flash_fwd.why_not(replace(PROBLEM, **change), gpu))
 
 
-@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@needs_triton
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [("bfloat16", "default"), ("float32", "default"), ("float32", "tf32"), ("float32", "bf16x6")],

@@ -16,6 +16,7 @@ from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.paged import PagedCase
 from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave import PagedKVCache, precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import append_kv, dropout, quantize_tensor
@@ -38,7 +39,6 @@ from warpwave.kv_cache import new_tokens
 from warpwave.operands import AnyOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
 
 MODULES = (
@@ -47,7 +47,7 @@ MODULES = (
 )
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 def on_cpu(
@@ -58,11 +58,7 @@ def on_cpu(
 ) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel and its roles, one block after another; appends the maps of K and V.
     Blocks that share an SM would use named barriers, which `gluon_on_cpu` does not have."""
-    out = torch.full((*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=operands.q.dtype)
-    lse = torch.full(
-        (problem.num_heads_q, problem.total_q) if problem.packed else
-        (problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan,
-    )  # fmt: skip
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     config = replace(config, blocks_per_sm=1)
     if problem.dtype == "float32":
         ahead, attend, of_parts, _ = flash_fwd._specify_parts(problem, H200, operands, out, lse, config)

@@ -12,6 +12,7 @@ from tests.conformance import paged
 from tests.conformance.harness import DEVICE, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_paged import OF_HOPPER, check
+from tests.marks import needs_triton
 from warpwave import CacheLayer, UnsupportedProblem, attention_varlen, attention_with_kv_cache, cached_calls, dispatch
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
@@ -20,7 +21,6 @@ from warpwave.kernels.hopper.flash_fwd.config import runs
 from warpwave.operands import CachedOperands
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime.launch import Launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 CHUNKS = ((300, 300), (129, 1000), (1, 77), (0, 40), (200, 200), (64, 900))
@@ -320,7 +320,7 @@ def test_pools_that_tma_cannot_read_are_for_split_kv() -> None:
         cached_calls.choose(problem(), H200, serving, OF_HOPPER, operands=odd)
 
 
-@pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+@needs_triton
 def test_what_is_compiled_without_a_gpu_is_what_runs() -> None:
     """Queries that are not packed are processed as packed ones, by one compiled kernel."""
     calls = problem(), problem(packed=True, total_q=4096, total_k=4 * 4096)

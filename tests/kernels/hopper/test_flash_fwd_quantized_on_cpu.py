@@ -15,6 +15,7 @@ from tests.conformance.cases import Call, Case
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from tests.kernels.hopper.test_flash_fwd_on_cpu import MODULES
+from tests.marks import needs_triton
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import quantize_tensor
@@ -22,23 +23,17 @@ from warpwave.kernels.hopper import flash_fwd
 from warpwave.kernels.hopper.flash_fwd import Config, config
 from warpwave.kernels.prepass import widen_values
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 def on_cpu(call: Call, chosen: Config) -> tuple[Tensor, Tensor]:
     """out and lse by the source of the kernel and its roles, one block after another. Blocks that share an SM would
     use named barriers, which `gluon_on_cpu` does not have."""
     problem, operands, chosen = call.problem, call.operands, replace(chosen, blocks_per_sm=1)
-    out = torch.full(
-        (*operands.q.shape[:-1], problem.head_dim_v), torch.nan, dtype=getattr(torch, problem.dtype_of_out)
-    )
-    rows_of_lse = (problem.total_q,) if problem.packed else (problem.seqlen_q,)
-    batches = () if problem.packed else (problem.batch,)
-    lse = torch.full((*batches, problem.num_heads_q, *rows_of_lse), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     specified = flash_fwd.specify(problem, H200, operands, out, lse, chosen)
     *ahead, attend = (specified,) if isinstance(specified, launch.Launch) else specified
     for spec in ahead:

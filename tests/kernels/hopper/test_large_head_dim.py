@@ -13,6 +13,8 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
+from tests.kernels.hopper.test_flash_fwd import hopper
+from tests.marks import needs_triton
 from warpwave import UnsupportedProblem, attention
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu
@@ -22,14 +24,12 @@ from warpwave.kernels.hopper.large_head_dim import kernel as large_head_dim
 from warpwave.kernels.hopper.large_head_dim import roles
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = Gpu.for_arch("sm_90")
 PROBLEM = AttentionProblem(
     batch=1, seqlen_q=150, seqlen_k=210, num_heads_q=2, num_heads_kv=1, head_dim=512, head_dim_v=512,
     dtype="bfloat16", softmax_scale=0.05, return_lse=True,
 )  # fmt: skip
-triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 
 
 # The protocol, on a CPU -----------------------------------------------------------------------------------------------
@@ -39,12 +39,7 @@ def on_cpu(
     problem: AttentionProblem, operands: Operands, config: large_head_dim.Config
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse by the source of the kernel's roles, one block after another."""
-    q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse_rows = (problem.num_heads_q, problem.total_q) if problem.packed else (
-        problem.batch, problem.num_heads_q, problem.seqlen_q
-    )  # fmt: skip
-    lse = torch.full(lse_rows, torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     spec = large_head_dim.specify(problem, H200, operands, out, lse, config)
     gluon_on_cpu.run_launch(spec, (large_head_dim, roles, parts, rows, scheduler, softmax, visible), 2, {})
     return out, lse
@@ -66,7 +61,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("features", CALLS)
 def test_the_protocol_on_a_cpu(features: str, config: str) -> None:
@@ -84,7 +79,7 @@ def test_the_protocol_on_a_cpu(features: str, config: str) -> None:
     assert verdict.passed, str(verdict)
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_packed_sequence_does_not_see_its_neighbors(config: str) -> None:
     """NaN in the keys and values of one sequence, some of which lie in the last chunk of the one before."""
@@ -122,7 +117,7 @@ def test_says_why_not(change: dict[str, Any], gpu: Gpu, word: str) -> None:
     assert any(word in reason for reason in large_head_dim.why_not(replace(PROBLEM, **change), gpu))
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize(
     "dims",
     [(8, 512), (264, 264), (392, 392), (448, 448), (512, 512), (576, 512), (640, 640), (768, 768), (768, 2048)],
@@ -142,7 +137,7 @@ def test_configs_check_themselves(changes: dict[str, Any]) -> None:
         large_head_dim.Config(**({"v_parts": 1, "num_stages": 8} | changes))
 
 
-@triton_only
+@needs_triton
 def test_refuses_a_config_that_cannot_run() -> None:
     problem = replace(PROBLEM, head_dim_v=768)  # 384 columns a warpgroup
     operands = operands_without_memory(problem)
@@ -158,10 +153,6 @@ def test_parts_of_the_columns_compute_scores_anew() -> None:
 
 
 # Races ----------------------------------------------------------------------------------------------------------------
-
-
-def hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials
 from warpwave.kernels.groups import Pages, Window
@@ -21,10 +22,8 @@ from warpwave.kernels.large_head_dim import latent_host as latent
 from warpwave.operands import CachedOperands, Operands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=3)
-triton_only = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
 LATENT = replace(PLAIN, dtype="bfloat16", dims=(136, 72), heads=(4, 1), batch=2, lengths=(1, 300))
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,9 +64,7 @@ def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[t
     from warpwave.kernels.hopper.large_head_dim import roles
     from warpwave.kernels.large_head_dim import latent_device as device
 
-    q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse = torch.full((problem.batch, problem.num_heads_q, 1), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     acc, state = partials.allocate(problem, num_splits, "cpu") if num_splits > 1 else (None, None)
     for tensor in (acc, state):
         if tensor is not None:
@@ -90,7 +87,7 @@ def of_latent(features: dict[str, Any], data: Data) -> cases.Call:
     return call._replace(operands=call.operands._replace(v=k[..., : call.problem.head_dim_v]))
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(("features", "data"), [(f, "sharp" if i % 2 else "normal") for i, f in enumerate(CALLS)])
 def test_the_protocol_on_a_cpu(features: str, data: Data, num_splits: int) -> None:
@@ -103,7 +100,7 @@ def test_the_protocol_on_a_cpu(features: str, data: Data, num_splits: int) -> No
     assert verdict.passed, str(verdict)
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 def test_pages_that_lie_in_no_order(page_size: int, num_splits: int) -> None:
@@ -125,7 +122,7 @@ def test_pages_that_lie_in_no_order(page_size: int, num_splits: int) -> None:
         assert torch.equal(lse[b], of_lse[0]), b
 
 
-@triton_only
+@needs_triton
 def test_what_lies_beside_the_keys_has_no_effect() -> None:
     """NaN in keys before a window, and in values of keys that nobody sees, in the same step as seen ones."""
     call = of_latent({"window": (100, 0)}, "normal")
@@ -135,7 +132,7 @@ def test_what_lies_beside_the_keys_has_no_effect() -> None:
     assert all(torch.equal(a, b) for a, b in zip(on_cpu(problem, call.operands, 2), clean, strict=True))
 
 
-@triton_only
+@needs_triton
 def test_shares_are_even() -> None:
     """Every step of 64 keys is one share's, and no share has two more than another."""
     from warpwave.kernels.hopper import parts, rows, softmax

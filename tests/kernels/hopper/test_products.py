@@ -18,6 +18,7 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, key_tiles_before, least_bytes, plan
@@ -27,7 +28,6 @@ from warpwave.runtime import launch
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=3)
 CONFIG = Config("hopper", "hopper", 128, 256, 64, 256, 8, 3, 1, 1, 64, 4, 1 << 26)
-triton_only = pytest.mark.skipif(three_kernel_hopper.NO_TRITON is not None, reason="Triton is published for Linux only")
 STAGES = 4
 WIDE = replace(PLAIN, dims=(136, 264), heads=(4, 2), batch=2, lengths=(200, 300))
 CALLS: dict[str, dict[str, Any]] = {
@@ -48,8 +48,7 @@ def on_cpu(problem: AttentionProblem, operands: Operands, config: Config) -> tup
 
     modules = {m.__name__: m for m in (products, product_tiles, parts, softmax)}
     q = operands.q
-    out = torch.full((*q.shape[:-1], problem.head_dim_v), torch.nan, dtype=q.dtype)
-    lse = torch.full((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.nan)
+    out, lse = gluon_on_cpu.unwritten(problem, q)
     cut = plan(problem, config)
     workspace = allocate_workspace(problem, config, cut, q.device)
     for tensor in workspace:
@@ -103,7 +102,7 @@ def _threads(launched: Any, roles: Any, maps: Any, pointers: Any, buffers: Any, 
     return [*threads, partial(roles.values_producer, first, second, ring, chunk, has_high)]
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize(("features", "data"), [(f, "sharp" if i % 2 else "normal") for i, f in enumerate(CALLS)])
 def test_the_protocol_on_a_cpu(features: str, data: Data) -> None:
     """The source of the roles, with every step and barrier where the kernels have it, in one chunk and in several."""
@@ -124,7 +123,7 @@ def ladder(call: cases.Call, step: float) -> cases.Call:
     return call
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize(
     ("dtype", "step"), [("float16", 9.0), ("float16", -9.0), ("bfloat16", 40.0), ("bfloat16", -40.0)]
 )
@@ -137,7 +136,7 @@ def test_tiles_with_references_of_their_own(dtype: str, step: float) -> None:
     assert verdict.passed, str(verdict)
 
 
-@triton_only
+@needs_triton
 @pytest.mark.parametrize("data", ["sharp", "low"])
 def test_float16(data: Data) -> None:
     """Whose references are 14 bits apart."""
@@ -147,7 +146,7 @@ def test_float16(data: Data) -> None:
     assert verdict.passed, str(verdict)
 
 
-@triton_only
+@needs_triton
 def test_every_tile_is_dealt_out_once() -> None:
     """Of scores those that some row sees and no other, and of out all; with as many tiles of keys as its rows see."""
     from warpwave.kernels.three_kernel import hopper_tiles as product_tiles
@@ -186,7 +185,7 @@ def test_every_tile_is_dealt_out_once() -> None:
         assert sorted(found["values"]) == sorted(product(range(heads), range(blocks), range(columns)))
 
 
-@triton_only
+@needs_triton
 def test_keys_that_nobody_sees_have_no_effect() -> None:
     """300 keys of which top-left causal queries see 200: NaN behind them changes no bit."""
     call = cases.build(replace(WIDE, causal="top_left", batch=1), "normal", torch.device("cpu"))

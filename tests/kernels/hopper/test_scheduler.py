@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.groups import Schedule
 from warpwave.problem import AttentionProblem
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 SMS = 132
 
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from tests.conformance import cases
-from tests.conformance.cases import PLAIN, Call
+from tests.conformance.cases import PLAIN, Call, upstream
+from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel, split_rows
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors, Workspace
 from warpwave.runtime import launch
-from warpwave.runtime.triton_or_stub import NO_TRITON
 from warpwave.workbench.verify.reference import oracle
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
 CASE = replace(PLAIN, dtype="float32:default", lengths=(150, 130), heads=(2, 1), batch=2, lse=True)
@@ -32,12 +32,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "keys from 75 on": {"window": (5, 3), "lengths": (50, 130)},
     "packed": {"packed": True, "batch": 4, "causal": "bottom_right"},
 }
-
-
-def upstream(call: Call) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(2)
-    dout = torch.randn(*call.operands.q.shape[:-1], call.problem.head_dim_v, generator=g)
-    return dout, torch.randn(dout.shape[:-1], generator=g).transpose(-1, -2).contiguous()
 
 
 def written(call: Call, dout: Tensor, dlse: Tensor, of: Call | None = None) -> tuple[Workspace, Tensor, Tensor]:

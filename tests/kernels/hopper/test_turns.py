@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.kernels.hopper import gluon_on_cpu
-from warpwave.runtime.triton_or_stub import NO_TRITON
+from tests.marks import needs_triton
 
-pytestmark = pytest.mark.skipif(NO_TRITON is not None, reason="Triton is published for Linux only")
+pytestmark = needs_triton
 
 
 def drawn(rng: random.Random) -> tuple[Any, Any]:

@@ -22,16 +22,14 @@ ENVIRONMENT: dict[str, Any] = {
 }
 
 
-def run_of(
-    times: dict[tuple[str, str], float], seed: int, warmth: float = 1.0, noise: float = 0.002
-) -> list[Measurement]:
+def run_of(times: dict[tuple[str, str], float], seed: int, warmth: float = 1.0) -> list[Measurement]:
     """Rounds around planted times, all slowed alike by the card, which drifts within the run."""
     rng = random.Random(seed)
     drift = [warmth * (1 + 0.01 * r) for r in range(9)]
     return [
         replace(
             measured(contender, 1.0, case),
-            timing=Samples(tuple(us * d * rng.lognormvariate(0, noise) for d in drift), "events", 20, 1, True),
+            timing=Samples(tuple(us * d * rng.lognormvariate(0, 0.002) for d in drift), "events", 20, 1, True),
         )
         for (case, contender), us in times.items()
     ]

@@ -27,13 +27,13 @@ LAUNCH_US = 2.5
 Formula = Callable[[float, float, int], float]  # of FLOP, bytes and blocks
 
 
-def _points(axis: str, time: Formula, blocks: int = 64) -> list[Point]:
+def _points(axis: str, time: Formula) -> list[Point]:
     """Points of a real experiment's problems, their times by a formula of (flops, bytes, blocks)."""
     found = []
     for case in suite(axis, on_cpu=False, num_sms=SMS).cases:
         p = case.problem
         size = {"blocks": p.num_heads_q, "seqlen": p.seqlen_q, "head_dim": p.head_dim, "batch": p.batch}[axis]
-        count = p.batch * p.num_heads_q * -(-p.seqlen_q // blocks)
+        count = p.batch * p.num_heads_q * -(-p.seqlen_q // 64)
         us = time(p.flops, p.compulsory_bytes, count)
         found.append(Point(size, us, p.flops, p.compulsory_bytes, count))
     return found

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.workbench.hardware.test_card_file import forgotten
 from warpwave.workbench.cli import app
 from warpwave.workbench.diagnose.facts import Finding
 from warpwave.workbench.diagnose.parse import Document, Given, TableError, load, parse
 from warpwave.workbench.diagnose.rules import diagnose, main_cause
 from warpwave.workbench.hardware import catalog
 
-
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    before = dict(catalog._given)
-    yield
-    catalog._given.clear()
-    catalog._given.update(before)
+__all__ = ["forgotten"]  # fixture
 
 
 def _table(card: str, sizes: str, rows: list[list[float]], kernel: dict[str, Any], **call: Any) -> Document:

@@ -15,14 +15,16 @@ import torch
 from typer.testing import CliRunner
 
 import warpwave
+from tests.workbench.explain.test_explanation import nothing_measured
 from warpwave import AttentionProblem, Explanation, InvalidInput, dispatch
 from warpwave.problem import Causal
 from warpwave.workbench.cli import app
 from warpwave.workbench.explain import other_cards
-from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import resolve
 from warpwave.workbench.model.roofline import us
 from warpwave.workbench.model.steps import LOSSES
+
+__all__ = ["nothing_measured"]  # fixture
 
 CALL = AttentionProblem(
     batch=4, seqlen_q=4096, seqlen_k=4096, num_heads_q=16, num_heads_kv=16, head_dim=128, head_dim_v=128,
@@ -37,12 +39,6 @@ PRODUCTS = {
 
 # 32 blocks of keys, each in four parts, which the launch draws as blocks.
 FEW_BLOCKS: dict[str, Any] = {"batch": 1, "seqlen_k": 1024, "num_heads_kv": 4}
-
-
-@pytest.fixture(autouse=True)
-def nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measure, "SHIPPED", tmp_path)
 
 
 def on(card: str, **options: Any) -> Explanation:

@@ -29,7 +29,7 @@ float32 = 37.3
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
+def forgotten() -> Iterator[None]:
     before = dict(catalog._given)
     yield
     catalog._given.clear()

@@ -156,7 +156,10 @@ def test_compared_figures_exist(sheet: DataSheet) -> None:
 
 def test_the_page_states_how_many_figures_were_compared() -> None:
     page = (Path(__file__).parents[3] / "docs/workbench/roofline.md").read_text(encoding="utf-8")
-    compared = sum(len(sheet.compared_figures) for sheet in SHEETS)
+    compared = 0
+    for sheet in SHEETS:
+        named = {name for names in sheet.compared.values() for name in names}
+        compared += sum(figure in named or figure.split(".")[0] in named for figure in sheet.figures)
     total = sum(len(sheet.figures) for sheet in SHEETS)
     assert f"{compared} of the {total} figures" in " ".join(page.split())
     assert {sheet.key for sheet in SHEETS if not sheet.compared} == {"jetson-orin"}

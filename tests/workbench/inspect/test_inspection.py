@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import needs_triton
 from warpwave.errors import InvalidInput
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import eager, flash_fwd
@@ -24,7 +25,6 @@ from warpwave.workbench.inspect import text as inspection_text
 from warpwave.workbench.inspect.compiled import CannotCompile, CompileFacts
 from warpwave.workbench.inspect.inspection import Finding, Inspection
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
 DEFAULT = flash_fwd.Config(64, 64, 4, 3)
 
 FACTS = CompileFacts("flash_fwd_kernel", "sm_90", 168, 0, 0, 57_344, 4, Counter({"HGMMA": 8, "IMAD": 100}), 0.5, False)
@@ -246,7 +246,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@linux
+@needs_triton
 def test_the_command_compiles_writes_and_compares(tmp_path: Path) -> None:
     """Two configs on an NVIDIA and an AMD target, as JSON and with the stages; then the file against itself."""
     stages = tmp_path / "stages"
@@ -294,7 +294,7 @@ def test_the_command_compiles_writes_and_compares(tmp_path: Path) -> None:
     assert "no file of `warpwave inspect --json`" in wrong.stderr
 
 
-@linux
+@needs_triton
 def test_two_configs_are_set_side_by_side() -> None:
     done = run("flash_fwd", "--arch", "sm_90", "--head-dim", "64", "--diff", "default", "num_stages=1")
     assert done.returncode == 0, done.stderr
@@ -303,7 +303,7 @@ def test_two_configs_are_set_side_by_side() -> None:
     assert "64x64x4x1" in done.stdout
 
 
-@linux
+@needs_triton
 def test_what_does_not_fit_is_exit_code_1() -> None:
     done = run("flash_fwd", "--arch", "sm_86", "--head-dim", "256", "--config", "64x64x4x3")
     assert done.returncode == 1, done.stderr

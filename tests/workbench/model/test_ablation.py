@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.marks import needs_triton
 from warpwave.errors import InvalidInput
 from warpwave.kernels import flash_fwd
 from warpwave.problem import AttentionProblem, Causal
@@ -69,7 +70,7 @@ def test_each_edit_changes_one_place_of_the_source() -> None:
         assert text.count(old) == 1, name
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+@needs_triton
 def test_edits_take_the_exponentials_and_the_second_product_out_of_the_code() -> None:
     facts = _compiled("", "exponentials", "values")
     (smem, whole), (_, without), (less_smem, no_values) = (facts[n] for n in ("", "exponentials", "values"))
@@ -78,7 +79,7 @@ def test_edits_take_the_exponentials_and_the_second_product_out_of_the_code() ->
 
 
 @pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+@needs_triton
 def test_edits_keep_the_products_and_take_out_mask_loads_and_store() -> None:
     facts = {name: count for name, (_, count) in _compiled("", "mask", "loads", "store").items()}
     assert facts["mask"]["FSEL"] < facts[""]["FSEL"] / 2

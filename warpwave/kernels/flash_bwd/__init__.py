@@ -5,31 +5,4 @@ Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, l
 
 from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, configs, default, notes, smem_bytes
 from warpwave.kernels.flash_bwd.costs import cost, cost_of_bias
-from warpwave.kernels.flash_bwd.host import (
-    GRADIENTS,
-    NAME,
-    NEEDS_GPU,
-    bind,
-    outrun,
-    specify,
-    why_not,
-)
-
-__all__ = [
-    "GRADIENTS",
-    "NAME",
-    "NEEDS_GPU",
-    "Config",
-    "Tile",
-    "arithmetic_of",
-    "bind",
-    "configs",
-    "cost",
-    "cost_of_bias",
-    "default",
-    "notes",
-    "outrun",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]
+from warpwave.kernels.flash_bwd.host import GRADIENTS, NAME, NEEDS_GPU, bind, outrun, specify, why_not

@@ -34,6 +34,7 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     stride_unit,
+    strides_in,
     token_strides,
     two_loops,
     window,
@@ -43,14 +44,14 @@ from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
 from warpwave.kernels.torch_products import keeps_float32
-from warpwave.operands import AnyOperands
+from warpwave.operands import DIFFERENTIABLE, AnyOperands, differentiable
 from warpwave.problem import AttentionProblem, by_kind
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.bounded import Bounded
 
 NAME = "flash_bwd"
 NEEDS_GPU = True
-GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+GRADIENTS = DIFFERENTIABLE
 MAX_HEAD_DIM = 256
 MAX_LAYOUTS = 16  # layouts of out and dout for which a bound call keeps its launches
 
@@ -93,7 +94,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
         the shape and dtype of its operand, None if not wanted. `results` are out and lse of any exact forward
         kernel; out and dout have any strides. It compiles when a layout of out and dout first occurs.
     """
-    wanted = [want and t is not None for want, t in zip(wanted, _differentiable(operands), strict=True)]
+    wanted = [want and t is not None for want, t in zip(wanted, differentiable(operands), strict=True)]
     if _is_empty(problem):
         return lambda operands, results, dout, dlse: _of_nothing(problem, operands, results[1], dlse, wanted)
     straight = straightener(operands, in_groups=True)
@@ -120,10 +121,6 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
     return run
 
 
-def _differentiable(operands: AnyOperands) -> tuple[Any, ...]:
-    return (*operands[:3], *operands[4:7])
-
-
 def _with_unit_stride(t: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, copied if its rows are strided, because rows are read in whole lines of memory."""
     return t if t.stride(-1) == 1 else t.contiguous()
@@ -146,12 +143,13 @@ def _of_nothing(
     log-sum-exp, which equals the sink."""
     found: list[torch.Tensor | None] = [
         torch.zeros(t.shape, dtype=t.dtype, device=t.device) if want else None
-        for t, want in zip(_differentiable(operands), wanted, strict=True)
+        for t, want in zip(differentiable(operands), wanted, strict=True)
     ]
-    if wanted[5] and dlse is not None:
+    *_, wants_sinks = wanted
+    if wants_sinks and dlse is not None:
         heads = 0 if problem.packed else 1
         of_rows = torch.where(lse == -math.inf, 0.0, dlse)
-        found[5] = of_rows.transpose(0, heads).flatten(1).sum(1).to(operands.sinks.dtype)
+        found[-1] = of_rows.transpose(0, heads).flatten(1).sum(1).to(operands.sinks.dtype)
     return tuple(found)
 
 
@@ -183,10 +181,11 @@ def _allocator(
 
 def _gradients(operands: AnyOperands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
     dslopes = dsinks = None
-    if wanted[4]:
+    *_, wants_slopes, wants_sinks = wanted
+    if wants_slopes:
         of_slopes, slopes = outputs.of_slopes, operands.alibi_slopes
         dslopes = of_slopes.sum((0, 2) if slopes.dim() == 1 else 2).to(slopes.dtype)
-    if wanted[5]:
+    if wants_sinks:
         dsinks = outputs.of_sinks.sum((0, 2)).to(operands.sinks.dtype)
     return (*outputs[:4], dslopes, dsinks)
 
@@ -219,11 +218,7 @@ def specify(
         given = [(0, 0, 0, 0) if t is None else token_strides(t) for t in rows]
         return [number for strides in given for number in (*(stride // unit for stride in strides[:-1]), 1)]
 
-    shared: list[int | float | None] = []
-    for tensor in operands[:3]:
-        *outer, inner = token_strides(tensor)
-        shared += (*(stride // unit for stride in outer), inner)
-    shared += in_units(dout)
+    shared: list[int | float | None] = [*strides_in(unit, *operands[:3]), *in_units(dout)]
     shared += score_rules(problem, *operands[3:6])
     shared += (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
     shared += (*window(problem), *dropout.scalars(problem.dropout_p), *lse_strides(problem))
@@ -307,7 +302,7 @@ def _tensors(
     config: Config,
 ) -> list[tuple[Any, ...]]:
     """Returns the pointer arguments of each launch, in the kernels' order."""
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
     (out, lse), (dq, dk, dv, dbias, statistics, of_slopes, of_sinks) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
     found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]

@@ -38,8 +38,8 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     stride_unit,
+    strides_in,
     tile_widths,
-    token_strides,
     two_loops,
     window,
 )
@@ -58,8 +58,7 @@ from warpwave.kernels.column_tiles import (
 )
 from warpwave.kernels.descales import float8_out, probabilities
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
-from warpwave.kernels.flash_fwd.config import Config, configs, fitting, smem_bytes, space
-from warpwave.kernels.flash_fwd.costs import cost
+from warpwave.kernels.flash_fwd.config import Config, fitting, smem_bytes, space
 from warpwave.kernels.groups import Descales, Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.partials import final_state, lse_of
 from warpwave.kernels.prepass import split_ahead
@@ -83,12 +82,10 @@ from warpwave.kernels.primitives import (
     tile_of,
     tile_pointers,
 )
-from warpwave.operands import AnyOperands, QuantizedOperands
+from warpwave.operands import NUM_COMMON, AnyOperands, QuantizedOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
-
-__all__ = ["Config", "bind", "configs", "cost", "flash_fwd_kernel", "smem_bytes", "specify", "why_not"]
 
 NAME = "flash_fwd"
 NEEDS_GPU = True
@@ -458,8 +455,8 @@ def _occupancy_options(problem: AttentionProblem, gpu: Gpu) -> dict[str, int]:
 def _others(operands: AnyOperands) -> tuple[torch.Tensor | None, ...]:
     """Returns the tensors after q, k and v in the kernel's order; None where absent."""
     if isinstance(operands, QuantizedOperands):
-        return (*operands[3:9], None, *operands[9:])
-    return (*operands[3:9], operands.dropout_seed, None, None, None, None)
+        return (*operands[3:NUM_COMMON], None, *operands[NUM_COMMON:])
+    return (*operands[3:NUM_COMMON], operands.dropout_seed, None, None, None, None)
 
 
 def _scalars(
@@ -467,10 +464,8 @@ def _scalars(
 ) -> list[int | float | None]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     unit = stride_unit(*operands[:3], out)
-    strides: list[int] = []
-    for tensor in (*operands[:3], out):
-        *outer, inner = token_strides(tensor)
-        strides += (*(stride // unit for stride in outer), 1 if tensor is out else inner)
+    strides = strides_in(unit, *operands[:3], out)
+    strides[-1] = 1  # elements of out are adjacent
     strides += lse_strides(problem)
     kv_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     return [

@@ -4,21 +4,7 @@ Bound: L2 and shared memory (host.py).
 """
 
 from warpwave.kernels.large_head_dim.choice import configs, notes
-from warpwave.kernels.large_head_dim.claims import MEANT_FROM, outrun, why_not
+from warpwave.kernels.large_head_dim.claims import outrun, why_not
 from warpwave.kernels.large_head_dim.config import Config, smem_bytes
 from warpwave.kernels.large_head_dim.host import NAME, NEEDS_GPU, bind, cost, specify
-
-__all__ = [
-    "MEANT_FROM",
-    "NAME",
-    "NEEDS_GPU",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "notes",
-    "outrun",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]
+from warpwave.kernels.reasons import MEANT_FROM

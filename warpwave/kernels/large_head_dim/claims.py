@@ -7,12 +7,12 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.large_head_dim.choice import configs
 from warpwave.kernels.large_head_dim.config import column_parts
+from warpwave.kernels.reasons import FEW_QUERIES_OF_WIDE_HEADS, MEANT_FROM
 from warpwave.kernels.three_kernel import estimates as wide_heads
 from warpwave.problem import AttentionProblem
 
 MAX_HEAD_DIM = 8192
-MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not advertise them
-FEW_QUERIES, FEW_KEYS = 64, 512
+FEW_KEYS = 512
 # The cost of three_kernel's scores in memory, in FLOP of the products. Each score moves 10 bytes through L2 (4 written,
 # 4 read, 2 written and read as P), at some 100 FLOP in the time of a byte: 800 TFLOP/s and 8.0 TB/s of L2 on an H200.
 # This is arithmetic; NVIDIA GPUs have a measured rule.
@@ -41,18 +41,18 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     support. On other GPUs this is decided by arithmetic: if programs divide the columns of v, each recomputes all
     scores.
     """
-    if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) <= 256:
+    if problem.page_size or problem.batch_invariant or max(problem.head_dim, problem.head_dim_v) < MEANT_FROM:
         return []  # or another kernel runs first
     if gpu.vendor == "nvidia":
-        few = problem.seqlen_q <= FEW_QUERIES
+        few = problem.seqlen_q <= FEW_QUERIES_OF_WIDE_HEADS
         if few and wide_heads.are_known(problem, gpu):
             return wide_heads.why_not_fused(problem, gpu)
         if problem.packed or (few and problem.seqlen_k > FEW_KEYS):
             return []
         return [
-            f"seqlen_q is {problem.seqlen_q}: for more than {FEW_QUERIES} queries, or no more than {FEW_KEYS} keys, "
-            "three_kernel is faster: 2.8, 3.2, 5.3 and 14 times at head_dim 384, 512, 640 and 1024 with 2,048 queries "
-            "(H200; 1.9 times at 512 with torch's products, which serve other cards)"
+            f"seqlen_q is {problem.seqlen_q}: for more than {FEW_QUERIES_OF_WIDE_HEADS} queries, or no more than "
+            f"{FEW_KEYS} keys, three_kernel is faster: 2.8, 3.2, 5.3 and 14 times at head_dim 384, 512, 640 and 1024 "
+            "with 2,048 queries (H200; 1.9 times at 512 with torch's products, which serve other cards)"
         ]
     parts = column_parts(problem, gpu)
     anew = 2 * (parts - 1) * problem.head_dim

@@ -39,7 +39,7 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     stride_unit,
-    token_strides,
+    strides_in,
     window,
 )
 from warpwave.kernels.cost import (
@@ -140,10 +140,7 @@ def _specify(
     units = problem.num_heads_q // heads
     # v may have another width than k, so its rows begin at other multiples.
     unit, unit_v = stride_unit(*operands[:2]), stride_unit(operands.v, out)
-    strides: list[int] = []
-    for tensor, its_unit in zip((*operands[:3], out), (unit, unit, unit_v, unit_v), strict=True):
-        *outer, inner = token_strides(tensor)  # of a pool of pages: page, token in the page, head, element
-        strides += (*(stride // its_unit for stride in outer), inner)
+    strides = [*strides_in(unit, *operands[:2]), *strides_in(unit_v, operands.v, out)]
     strides[-1] = 1  # elements of out are adjacent
     attend = launch.Launch(
         kernel=large_head_dim_kernel,

@@ -331,7 +331,7 @@ def specify_maxima(
         maxima: float32 (2, tiles of k), to be written.
         widths: elements of a row of parts of k, and of v.
     """
-    strides, unit = operand_strides(problem, operands[:3])
+    strides, unit = operand_strides(operands[:3])
     lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *arguments.window(problem)]
     constants, options = _constants_and_options(problem, gpu, widths)
     tiles_k = num_tiles(problem)[1]
@@ -359,7 +359,7 @@ def specify(
     inverses = torch.empty(many_inverses, dtype=torch.float32, device=device)
     maxima = torch.empty(many_maxima, dtype=torch.float32, device=device) if many_maxima else None
     tiles_q, tiles_k = num_tiles(problem)
-    strides, unit = operand_strides(problem, operands[:3])
+    strides, unit = operand_strides(operands[:3])
     cu_seqlens = (operands.cu_seqlens_q, operands.cu_seqlens_k)
     lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *arguments.window(problem)]
     constants, options = _constants_and_options(problem, gpu, (shapes[0][-1], shapes[2][-1]))

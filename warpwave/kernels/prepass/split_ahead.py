@@ -13,7 +13,7 @@ import math
 import torch
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.arguments import dot_precision, padded, token_strides
+from warpwave.kernels.arguments import dot_precision, padded, strides_in
 from warpwave.kernels.groups import InUnits
 from warpwave.kernels.primitives import operand
 from warpwave.operands import AnyOperands
@@ -137,15 +137,11 @@ def split_all_kernel(
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
-def operand_strides(problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]) -> tuple[list[int], int]:
+def operand_strides(tensors: tuple[torch.Tensor, ...]) -> tuple[list[int], int]:
     """Returns the strides of the operands, in units except along head_dim; and the unit: their common divisor, up to
     4."""
     unit = math.gcd(4, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
-    strides: list[int] = []
-    for tensor in tensors:
-        *outer, inner = token_strides(tensor)
-        strides += (*(stride // unit for stride in outer), inner)
-    return strides, unit
+    return strides_in(unit, *tensors), unit
 
 
 def specify(
@@ -158,7 +154,7 @@ def specify(
     *outer, tokens, heads, _ = operands.k.shape
     rows = (*outer, heads, tokens)
     k, v = (torch.empty((PARTS[arithmetic], *rows, width), dtype=torch.bfloat16, device=device) for width in widths)
-    strides, unit = operand_strides(problem, (operands.k, operands.v))
+    strides, unit = operand_strides((operands.k, operands.v))
     split = launch.Launch(
         kernel=split_kernel,
         grid=2 * -(-math.prod(rows) // SPLIT_ROWS),
@@ -195,7 +191,7 @@ def specify_all(
     heads_q, heads_kv = heads_q // PARTS[arithmetic], heads_kv // PARTS[arithmetic]
     rows_q, rows_k = batch * heads_q * seqlen_q, batch * heads_kv * seqlen_k
     tiles_q, tiles_k = -(-rows_q // SPLIT_ROWS), -(-rows_k // SPLIT_ROWS)
-    strides, unit = operand_strides(problem, operands[:3])
+    strides, unit = operand_strides(operands[:3])
     split = launch.Launch(
         kernel=split_all_kernel,
         grid=tiles_q + 2 * tiles_k,

@@ -9,22 +9,3 @@ from warpwave.kernels.split_kv.config import Config, smem_bytes
 from warpwave.kernels.split_kv.costs import cost, notes
 from warpwave.kernels.split_kv.host import NAME, NEEDS_GPU, QUANTIZED_CACHE, Binder, bind, bind_with_prefix, specify
 from warpwave.kernels.split_kv.splits import choose_splits
-
-__all__ = [
-    "NAME",
-    "NEEDS_GPU",
-    "QUANTIZED_CACHE",
-    "Binder",
-    "Config",
-    "bind",
-    "bind_with_prefix",
-    "choose_splits",
-    "configs",
-    "cost",
-    "default",
-    "notes",
-    "outrun",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]

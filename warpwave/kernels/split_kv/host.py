@@ -42,8 +42,8 @@ from warpwave.kernels.arguments import (
     score_rules,
     straightener,
     stride_unit,
+    strides_in,
     tile_widths,
-    token_strides,
     window,
 )
 from warpwave.kernels.split_kv import few_rows_host as few_rows
@@ -51,7 +51,7 @@ from warpwave.kernels.split_kv import tensor_maps
 from warpwave.kernels.split_kv.choice import configs
 from warpwave.kernels.split_kv.config import Config, is_launched_ahead, num_parts, one_step, tiles
 from warpwave.kernels.split_kv.device import split_kv_kernel
-from warpwave.operands import CachedOperands
+from warpwave.operands import NUM_COMMON, CachedOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, scratch
 from warpwave.runtime.tensor_maps import MapPlan
@@ -158,7 +158,7 @@ def _running(
 def _has_regular_strides(operands: Any, unit: int) -> bool:
     """Returns whether the strides that differ within a class, of batches and heads, fit tensor maps and a kernel
     compiled for a `stride_unit`."""
-    for tensor in operands[: 1 if len(operands) > 9 else 3]:
+    for tensor in operands[: 1 if isinstance(operands, CachedOperands) else 3]:
         batch, head = tensor.stride(0), tensor.stride(-2)
         if batch % 16 or head % unit or not (0 < batch < 2**36 and 0 < head < 2**36):
             return False
@@ -288,8 +288,8 @@ def _bound(spec: launch.Launch, problem: AttentionProblem, gpu: Gpu, operands: A
 
 def _tensors(operands: Any, out: torch.Tensor, lse: Any, acc: Any, state: Any) -> tuple[torch.Tensor | None, ...]:
     """Returns the tensors in the kernel's order; a dense or packed call has no tables and no factors."""
-    tables = operands[9:] if len(operands) > 9 else (None,) * 5
-    return (*operands[:3], out, lse, acc, state, *operands[3:9], *tables)
+    tables = operands[NUM_COMMON:] or (None,) * 5
+    return (*operands[:3], out, lse, acc, state, *operands[3:NUM_COMMON], *tables)
 
 
 def specify(
@@ -354,12 +354,8 @@ def _scalars(
     """
     unit = stride_unit(*operands[:3]) if unit is None else unit
     paged = isinstance(operands, CachedOperands)
-    strides: list[int] = []
-    for tensor in operands[:3]:
-        outer, token, head, element = token_strides(tensor)
-        strides += (outer // unit, token // unit, head // unit, element)
     return [
-        *strides,
+        *strides_in(unit, *operands[:3]),
         config.num_splits,
         *score_rules(problem, *operands[3:6]),
         problem.seqlen_q,

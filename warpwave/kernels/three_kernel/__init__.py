@@ -3,34 +3,8 @@
 Bound: tensor cores; below head_dim 1024 the traffic of the scores.
 """
 
-from warpwave.kernels.three_kernel.host import (
-    MEANT_FROM,
-    NAME,
-    NEEDS_GPU,
-    Config,
-    bind,
-    configs,
-    cost,
-    default,
-    notes,
-    outrun,
-    smem_bytes,
-    specify,
-    why_not,
-)
-
-__all__ = [
-    "MEANT_FROM",
-    "NAME",
-    "NEEDS_GPU",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "default",
-    "notes",
-    "outrun",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]
+from warpwave.kernels.reasons import MEANT_FROM
+from warpwave.kernels.three_kernel.choice import configs, default
+from warpwave.kernels.three_kernel.config import smem_bytes
+from warpwave.kernels.three_kernel.host import NAME, NEEDS_GPU, bind, cost, notes, outrun, specify, why_not
+from warpwave.kernels.three_kernel.plan import Config

@@ -269,7 +269,6 @@ def by_sight(problem: AttentionProblem, chunk: Chunk) -> Iterator[Chunk]:
 
 def backward(
     problem: AttentionProblem,
-    gpu: Gpu,
     operands: Operands,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -289,10 +288,11 @@ def backward(
         return _of_nothing(operands, dlse, wanted)
     cut = plan_of(problem)
     memory = _Memory(problem, cut, q.device)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if wanted[0] else None
+    wants_q, *wants_kv, _, _, wants_sinks = wanted
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if wants_q else None
     dk, dv = (
         torch.zeros(t.shape, dtype=torch.float32, device=q.device) if want else None
-        for t, want in zip((k, v), wanted[1:3], strict=True)
+        for t, want in zip((k, v), wants_kv, strict=True)
     )
     of_sinks = torch.empty((problem.batch, problem.num_heads_q, problem.seqlen_q), dtype=torch.float32, device=q.device)
     if sinks is None:
@@ -315,7 +315,7 @@ def backward(
                 _accumulate(problem, chunk, part, dq, dk, dv)
         # The scale is applied after the products: before, it would push a small dS out of the range of 16 bits.
         results = [dq, _scaled(dk, problem.softmax_scale, k.dtype), _scaled(dv, 1.0, v.dtype)]
-        dsinks = of_sinks.sum((0, 2)) if wanted[5] and sinks is not None else None
+        dsinks = of_sinks.sum((0, 2)) if wants_sinks and sinks is not None else None
     return (*results, None, None, dsinks)
 
 
@@ -325,7 +325,7 @@ def _of_nothing(
     """Returns the gradients of a call without queries or keys: nothing depends on q, k and v, and lse is the sink."""
     results = [torch.zeros_like(t) if want else None for t, want in zip(operands[:3], wanted, strict=False)]
     dsinks = None
-    if wanted[5] and operands.sinks is not None:
+    if wanted[-1] and operands.sinks is not None:
         dsinks = torch.zeros_like(operands.sinks) if dlse is None else dlse.sum((0, 2))
     return (*results, None, None, dsinks)
 

@@ -180,7 +180,7 @@ class Call:
 SWEEP = "2026-11-21-h200-three-kernel-sweep.log"
 PRODUCTS_2 = "2026-11-21-h200-three-kernel-products-2.log"
 LARGE_HEADS = "2026-11-22-h200-large-heads.log"
-FEW_QUERIES = "2026-11-22-h200-large-heads-few-queries.log"
+LARGE_HEADS_FEW_QUERIES = "2026-11-22-h200-large-heads-few-queries.log"
 THREE_KERNEL_OF_MMA = "2026-11-27-h200-mma-three-kernel.log"
 FEWEST_PROGRAMS = "not measured; the interpreter runs one program after another, so fewer are faster"
 
@@ -306,7 +306,7 @@ LAUNCHES: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
         lambda c: c.is_faster_by_hopper,
         (_by_hopper,),
         "the choice is within 10 % of the fastest in 60 of 62 calls of 16 to 384 queries",
-        FEW_QUERIES,
+        LARGE_HEADS_FEW_QUERIES,
     ),
     Rule(
         "scores leave SMs idle; float32, Hopper, at most 512 keys, and 64 columns of out a block in one wave",

@@ -10,24 +10,11 @@ from typing import Any
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn
 from warpwave.kernels.gradient_costs import keys_of
-from warpwave.kernels.three_kernel.backward import WHOLE_ROW, backward, by_sight, plan_of, runs_of_heads, why_not
+from warpwave.kernels.three_kernel.backward import WHOLE_ROW, backward, by_sight, plan_of, runs_of_heads
+from warpwave.kernels.three_kernel.backward import why_not as why_not
 from warpwave.kernels.three_kernel.backward_memory import gradient_bytes, peak_bytes
 from warpwave.operands import AnyOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
-
-__all__ = [
-    "GRADIENTS",
-    "NAME",
-    "NEEDS_GPU",
-    "READS_RESULTS",
-    "Config",
-    "arithmetic_of",
-    "bind",
-    "configs",
-    "cost",
-    "default",
-    "why_not",
-]
 
 NAME = "three_kernel backward"
 NEEDS_GPU = True
@@ -46,7 +33,7 @@ def bind(
     problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], config: Config
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns `run(operands, results, dout, dlse)`: `backward` of a problem; `results` are not read."""
-    return lambda operands, results, dout, dlse: backward(problem, gpu, operands, dout, dlse, wanted)
+    return lambda operands, results, dout, dlse: backward(problem, operands, dout, dlse, wanted)
 
 
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:

@@ -20,7 +20,6 @@ from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.tensor_maps import MapPlan
-from warpwave.runtime.triton_or_stub import NO_TRITON
 
 TILE = (128, 256, 64)  # queries; keys, or columns of v; elements that a step sums over
 PIECE = 64  # columns of a tile that are stored together
@@ -28,9 +27,6 @@ SMEM_BYTES = 4 * 2 * (128 + 256) * 64 + 2 * 2 * 128 * PIECE + 1024  # the ring, 
 TOGETHER = 16  # blocks of rows traversed together: with 8 columns they are as many as an H200's SMs
 LEAST_SCALE = 2.0**-126  # replaces 0, because a score of minus infinity cannot be multiplied by 0
 FAR = 2**30  # a key after all others; adding a row to it does not overflow
-
-
-__all__ = ["NO_TRITON", "SMEM_BYTES", "bind", "cannot", "launches"]
 
 
 def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:

@@ -35,14 +35,13 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.three_kernel import backward, choice, library
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel import launches as three_kernel_launches
-from warpwave.kernels.three_kernel.choice import configs, default, smallest_tile
+from warpwave.kernels.three_kernel.choice import configs, smallest_tile
 from warpwave.kernels.three_kernel.config import (
     MAX_WORKSPACE_BYTES,
     block_k_of,
     block_v_of,
     library_cannot,
     smem_bytes,
-    with_workspace,
 )
 from warpwave.kernels.three_kernel.launches import scale_warps, scaled_columns
 from warpwave.kernels.three_kernel.library import is_odd, loop_of, runs_of_heads, tiles_of
@@ -67,27 +66,8 @@ from warpwave.operands import Operands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch, scratch
 
-__all__ = [
-    "NAME",
-    "NEEDS_GPU",
-    "STAGES",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "default",
-    "notes",
-    "outrun",
-    "smem_bytes",
-    "specify",
-    "stage_calls",
-    "why_not",
-    "with_workspace",
-]
-
 NAME = "three_kernel"
 NEEDS_GPU = True
-MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not advertise them
 
 
 # Launches -------------------------------------------------------------------------------------------------------------

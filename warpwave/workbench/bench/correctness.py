@@ -162,7 +162,7 @@ def _part(problem: AttentionProblem, operands: Any, sequence: int, seed: int) ->
     # The picked rows lose their positions, so positional masks become a boolean mask, and ALiBi becomes a bias.
     distance = torch.arange(seqlen_k, device=device) - rows[:, None]  # [rows, seqlen_k]
     visible = _visible(problem, operands, sequence, rows, heads, distance, (seqlen_q, seqlen_k))
-    bias = _bias(problem, operands, sequence, rows, heads, distance + seqlen_q - seqlen_k)
+    bias = _bias(operands, sequence, rows, heads, distance + seqlen_q - seqlen_k)
     sampled = replace(
         problem,
         batch=1,
@@ -209,14 +209,7 @@ def _visible(
     return shown if operands.mask is None else shown & _cut(operands.mask, sequence, rows, heads)
 
 
-def _bias(
-    problem: AttentionProblem,
-    operands: Operands,
-    sequence: int,
-    rows: Tensor,
-    heads: Tensor,
-    distance: Tensor,
-) -> Tensor | None:
+def _bias(operands: Operands, sequence: int, rows: Tensor, heads: Tensor, distance: Tensor) -> Tensor | None:
     """Returns the sum of bias and ALiBi: [1, 1 or heads, 1 or rows, 1 or seqlen_k], in float64 if it has ALiBi."""
     bias = None if operands.bias is None else _cut(operands.bias, sequence, rows, heads)
     if operands.alibi_slopes is None:

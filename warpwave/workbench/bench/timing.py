@@ -169,8 +169,6 @@ def host_time_interleaved(
     *,
     device: torch.device | str,
     rounds: int = 9,
-    warmup_s: float = 0.05,
-    sample_s: float = 0.005,
 ) -> dict[str, Samples]:
     """Measures the host time of eager calls: until the call returns, without waiting for the device. Interleaved.
 
@@ -179,7 +177,7 @@ def host_time_interleaved(
     """
     device = torch.device(device)
     sets = {name: (calls,) if callable(calls) else tuple(calls) for name, calls in callables.items()}
-    meters = host_meters(sets, device, warmup_s, sample_s, block_us=QUEUED_US, most_calls=QUEUED_CALLS)
+    meters = host_meters(sets, device, warmup_s=0.05, sample_s=0.005, block_us=QUEUED_US, most_calls=QUEUED_CALLS)
     timed = _interleave({("host", name): meter for name, meter in meters.items()}, rounds, None)
     return {name: samples for (_, name), samples in timed.items()}
 

@@ -110,12 +110,6 @@ class DataSheet:
         return tuple(name.replace("_bytes", "_kib") for name in single) + tuple(peaks)
 
     @property
-    def compared_figures(self) -> set[str]:
-        """Returns the figures that were compared with a text that was read."""
-        named = {name for names in self.compared.values() for name in names}
-        return {figure for figure in self.figures if figure in named or figure.split(".")[0] in named}
-
-    @property
     def exponentials_gops(self) -> float | None:
         """10^9 exponentials a second at the boost clock, or None."""
         rate = self.exponentials_per_clock_per_sm

@@ -117,11 +117,6 @@ def compile_launches(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: A
     return tuple(compile_launch(launch, gpu) for launch in launches)
 
 
-def compile_facts(kernel: Any, problem: AttentionProblem, gpu: Gpu, config: Any) -> CompileFacts:
-    """Returns the combined facts of a call's launches; see `worst`."""
-    return worst([compiled.facts for compiled in compile_launches(kernel, problem, gpu, config)])
-
-
 def worst(facts: Sequence[CompileFacts]) -> CompileFacts:
     """Returns the worst of each figure of several launches, and the sums of their instructions and times."""
     return replace(

@@ -130,14 +130,14 @@ class Ablations:
         return "\n".join(lines)
 
 
-def predicted(problem: AttentionProblem, gpu: Gpu, config: Any, *, hot: bool = False) -> dict[str, float]:
+def predicted(problem: AttentionProblem, gpu: Gpu, config: Any) -> dict[str, float]:
     """Returns ablation -> predicted time of the whole kernel over the time without; empty if the card is unknown."""
-    whole = predict(problem, flash_fwd, config, gpu, hot=hot)
+    whole = predict(problem, flash_fwd, config, gpu)
     if whole is None:
         return {}
     ratios = {}
     for name in ABLATIONS:
-        less = predict(problem, flash_fwd, config, gpu, hot=hot, without=name)
+        less = predict(problem, flash_fwd, config, gpu, without=name)
         assert less is not None  # the card and call are the same
         ratios[name] = whole.time_us / less.time_us
     return ratios

@@ -56,9 +56,9 @@ def round_constants(sheet: DataSheet) -> Constants:
     )
 
 
-def is_lent(sheet: DataSheet, kernel: str, loop: str = "") -> bool:
+def is_lent(sheet: DataSheet, kernel: str) -> bool:
     """Returns whether a kernel's constants on a card are those of an H200 at the card's power."""
-    return _of_an_h200(sheet, kernel, loop) is not None
+    return _of_an_h200(sheet, kernel, "") is not None
 
 
 def _of_an_h200(sheet: DataSheet, kernel: str, loop: str) -> Constants | None:

@@ -48,8 +48,8 @@ def html(sources: Sequence[Source]) -> str:
     )
 
 
-def render(content: Report) -> str:
-    """Returns the page of a report."""
+def template(name: str) -> jinja2.Template:
+    """Returns a template of this folder."""
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
@@ -57,7 +57,12 @@ def render(content: Report) -> str:
         undefined=jinja2.StrictUndefined,
         loader=jinja2.FileSystemLoader(HERE),
     )
-    return environment.get_template("template.html").render(
+    return environment.get_template(name)
+
+
+def render(content: Report) -> str:
+    """Returns the page of a report."""
+    return template("template.html").render(
         report=content,
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),  # from this package, not from a record
         table_class=table_class,

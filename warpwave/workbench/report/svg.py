@@ -130,11 +130,11 @@ def log_ticks(low: float, high: float, *, most: int = 12) -> list[float]:
     return ticks[:: math.ceil(len(ticks) / most)]
 
 
-def linear_ticks(high: float, wanted: int = 4) -> list[float]:
+def linear_ticks(high: float) -> list[float]:
     """Returns round figures from 0 to at least `high`."""
     if high <= 0:
         return [0.0, 1.0]
-    rough = high / wanted
+    rough = high / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * f for f in (1, 2, 2.5, 5, 10) if power * f >= rough * 0.999)
     return [step * n for n in range(math.ceil(high / step * 0.999) + 1)]

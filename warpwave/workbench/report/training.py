@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 
 import warpwave
 from warpwave.errors import InvalidInput
 from warpwave.workbench.report.command import save
 from warpwave.workbench.report.figures import figure, tick
-from warpwave.workbench.report.page import HERE
+from warpwave.workbench.report.page import HERE, template
 from warpwave.workbench.report.plots import Frame, key
 from warpwave.workbench.report.svg import Scale, Svg, dash, line_class, linear_ticks
 
@@ -73,14 +72,7 @@ def training_page(title: str, runs: Sequence[TrainingRun]) -> str:
     first = runs[0]
     losses = {run.name: list(run.losses) for run in runs}
     differences = {run.name: [abs(a - b) for a, b in zip(run.losses, first.losses, strict=True)] for run in runs[1:]}
-    environment = jinja2.Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        loader=jinja2.FileSystemLoader(HERE),
-    )
-    return environment.get_template("training.html").render(
+    return template("training.html").render(
         title=title,
         version=warpwave.__version__,
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),

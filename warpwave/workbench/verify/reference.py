@@ -26,7 +26,7 @@ from torch import Tensor
 
 from warpwave.kernels import cache_descales, descales, dropout
 from warpwave.kernels.torch_products import keeps_float32
-from warpwave.operands import AnyOperands, QuantizedOperands
+from warpwave.operands import AnyOperands, QuantizedOperands, differentiable
 from warpwave.problem import LARGEST_BIAS, AttentionProblem
 
 CHUNK_ELEMENTS = 1 << 25  # float64 scores in memory at once: 256 MiB
@@ -112,7 +112,7 @@ def rounding_model_gradients(
         return naive_gradients(problem, operands, dout, dlse)
     dtype = operands.q.dtype
     grads = _gradients(problem, operands, dout, dlse, *_model_rounding(problem), lambda x: x.to(dtype).double())
-    pairs = zip(grads, _differentiable(operands), strict=True)
+    pairs = zip(grads, differentiable(operands), strict=True)
     return _gradients_of([None if g is None or x is None else g.to(x.dtype) for g, x in pairs])
 
 
@@ -196,7 +196,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(problem: AttentionProblem, operands: AnyOperands) -> Iterator[_Sequence]:
-    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k = operands[:9]
+    q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
     group = problem.num_heads_q // problem.num_heads_kv
     ends_q = cu_seqlens_q.tolist() if problem.packed else []
     ends_k = cu_seqlens_k.tolist() if problem.packed and not problem.page_size else []
@@ -435,21 +435,16 @@ def _in_float64(operands: AnyOperands, round_operand: Rounding) -> AnyOperands:
     return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
-def _differentiable(operands: AnyOperands) -> list[Tensor | None]:
-    """Returns the operands that have gradients, in the order of `Gradients`."""
-    return [operands.q, operands.k, operands.v, operands.bias, operands.alibi_slopes, operands.sinks]
-
-
 def _leaves(operands: AnyOperands) -> AnyOperands:
     q, k, v, bias, slopes, sinks = (
-        None if x is None else x.detach().clone().requires_grad_() for x in _differentiable(operands)
+        None if x is None else x.detach().clone().requires_grad_() for x in differentiable(operands)
     )
     return operands._replace(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sinks=sinks)
 
 
 def _collect(leaves: AnyOperands) -> Gradients:
     """Returns the gradients in the leaves; there are none without query rows."""
-    found = [None if x is None else torch.zeros_like(x) if x.grad is None else x.grad for x in _differentiable(leaves)]
+    found = [None if x is None else torch.zeros_like(x) if x.grad is None else x.grad for x in differentiable(leaves)]
     return _gradients_of(found)
 
 

@@ -18,41 +18,22 @@ from warpwave.kernels.hopper.flash_bwd import apart_launch, hidden, joint_launch
 from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     config_of_bias,
-    configs,
-    default,
     divided_tail,
     dq_columns,
     group_splits,
     has_hidden_rows,
     scheduled_blocks,
-    smem_bytes,
     steps_of_dq,
-    why_not,
 )
-from warpwave.kernels.hopper.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.hopper.flash_bwd.launches import Hidden, Step, Tensors, Workspace
-from warpwave.operands import Operands
+from warpwave.operands import DIFFERENTIABLE, Operands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, tensor_maps
 from warpwave.runtime.scratch import Need, maker
 
-__all__ = [
-    "GRADIENTS",
-    "NAME",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "cost_of_bias",
-    "default",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]
-
 NAME = "hopper/flash_bwd"
 NEEDS_GPU = True
-GRADIENTS = ("q", "k", "v", "bias", "alibi_slopes", "sinks")  # of which operands
+GRADIENTS = DIFFERENTIABLE
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -94,7 +75,8 @@ def bind(
     Returns:
         run: `run(operands, (out, lse), dout, dlse)` returns dq, dk, dv, dbias, dslopes, dsinks; None if not wanted.
     """
-    if (wanted[3] and problem.bias_shape is not None) or (wanted[4] and problem.alibi_shape is not None):
+    *_, wants_bias, wants_slopes, wants_sinks = wanted
+    if (wants_bias and problem.bias_shape is not None) or (wants_slopes and problem.alibi_shape is not None):
         config = config_of_bias(problem, gpu)
     # Parts of float32 are in tensors of their own, whatever the strides of the operands.
     mapped = () if problem.dtype == "float32" else ("q", "k", "v")
@@ -116,7 +98,7 @@ def bind(
         dq, dk, dv = (f() for f in allocate_grads)
         tensors = Tensors(mappable(operands), out, lse, dout, dlse, workspace, dq, dk, dv)
         if hides:
-            tensors = with_bias(problem, tensors, wanted[3])
+            tensors = with_bias(problem, tensors, wants_bias)
             if not allocate_hidden:
                 keys = launches.steps_over_keys(problem, tensors, config)[0]
                 allocate_hidden[:] = [need and maker(*need, device) for need in hidden.needs(problem, config, keys)]
@@ -127,12 +109,12 @@ def bind(
         if hides:
             before.run(tensors, lambda: hidden.steps(problem, tensors, config))
             tensors = hidden.without_unseen(tensors)
-        if wanted[4]:
+        if wants_slopes:
             tensors = with_slopes(problem, tensors)
         bound = plain if dlse is None else with_dlse
         bound.run(tensors, lambda: specify(problem, gpu, tensors, config))
         dsinks = None
-        if wanted[5] and workspace.of_sinks is not None:
+        if wants_sinks and workspace.of_sinks is not None:
             dsinks = workspace.of_sinks.view(-1, problem.num_heads_q, workspace.of_sinks.shape[1]).sum((0, 2))
         found = (dq, dk, dv, bias_gradient(problem, tensors), slope_gradient(problem, tensors), dsinks)
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))

@@ -149,7 +149,7 @@ def heads_of(problem: AttentionProblem) -> int:
     return problem.num_heads_q * (1 if problem.packed else problem.batch)
 
 
-def head_strides(problem: AttentionProblem, tensor: torch.Tensor) -> tuple[int, int, int]:
+def head_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Returns the strides of batch, head and row."""
     batch, row, head, _ = arguments.token_strides(tensor)
     return batch, head, row
@@ -215,8 +215,8 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
     dk, dv = tensors.of_keys
     return [
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
-        *head_strides(problem, dk),
-        *head_strides(problem, dv),
+        *head_strides(dk),
+        *head_strides(dv),
         blocks,
         problem.num_heads_q,
         heads,
@@ -253,7 +253,7 @@ def of_queries(
     scale, softcap_log2 = host.score_units(problem)
     return [
         arguments.slope_strides(tensors.operands.alibi_slopes)[0],
-        *head_strides(problem, tensors.dq),
+        *head_strides(tensors.dq),
         tiles,
         problem.num_heads_q,
         group,

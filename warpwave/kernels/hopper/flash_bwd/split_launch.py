@@ -80,7 +80,7 @@ def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
         read = *t.operands[:3], t.dout, t.out, t.lse, t.dlse, *t.offsets, work.maxima
         return *read, *parts, work.lse_log2, work.delta, work.sums, work.units, work.centers
 
-    strides, unit = operand_strides(problem, (*tensors.operands[:3], tensors.dout, tensors.out))
+    strides, unit = operand_strides((*tensors.operands[:3], tensors.dout, tensors.out))
     tiles_q, tiles_k = launches.query_tiles(problem, GROUP_ROWS), key_tiles(problem)
     heads_kv = problem.num_heads_kv * (1 if problem.packed else problem.batch)
     of_keys, of_values = widths(problem)
@@ -114,7 +114,7 @@ def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
     return Step(of, given)
 
 
-def _plans(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> list[MapPlan | None]:
+def _plans(sources: Sequence[torch.Tensor]) -> list[MapPlan | None]:
     """Returns the tensor maps of the parts of q, k, v and dout, for tiles of 64 rows."""
     plans: list[MapPlan | None] = []
     for source, tensor in enumerate(sources):
@@ -142,7 +142,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
 
     sources = mapped(tensors)
     of_rows = [launches.statistic_plan(source, sources[source], GROUP_ROWS) for source in (4, 5)]
-    plans = [*_plans(problem, sources[:4]), *of_rows]
+    plans = [*_plans(sources[:4]), *of_rows]
     of = launch.Launch(
         kernel=split_dkv.split_dkv_kernel,
         grid=min(scheduled_blocks(problem, config), gpu.assumed_sms),
@@ -171,7 +171,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         of_rows = (work.lse_log2, work.delta, work.sums, t.dq, t.operands.alibi_slopes, t.of_slopes)
         return *of_rows, *t.offsets, work.units, work.centers, t.operands.dropout_seed
 
-    plans, block_m = _plans(problem, _sources(tensors)), 2 * GROUP_ROWS
+    plans, block_m = _plans(_sources(tensors)), 2 * GROUP_ROWS
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
     statistic_rows = launches.query_tiles(problem, GROUP_ROWS) * GROUP_ROWS
     _, stages_v = steps_of_dq(problem, config, 0)

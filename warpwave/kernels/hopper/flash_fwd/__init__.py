@@ -18,25 +18,3 @@ from warpwave.kernels.hopper.flash_fwd.host import (
     refuses,
     specify,
 )
-
-__all__ = [
-    "ABLE",
-    "NAME",
-    "NEEDS_GPU",
-    "QUANTIZED",
-    "QUANTIZED_CACHE",
-    "SKIPS_HIDDEN_TILES",
-    "WIDENS_VALUES",
-    "Binder",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "default",
-    "notes",
-    "outrun",
-    "refuses",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]

@@ -11,7 +11,7 @@ from warpwave.kernels import rules
 from warpwave.kernels.hopper.flash_fwd.config import (
     Config,
     fitting,
-    heads_together,
+    heads_of_tile,
     num_parts,
     query_tiles,
     row_pieces,
@@ -104,7 +104,7 @@ def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
         width_v=sum(pieces(problem.head_dim_v)),
         parts=num_parts(problem, gpu),
         bias_bytes=bias_bytes(problem),
-        heads=heads_together(problem),
+        heads=heads_of_tile(problem),
         is_unmasked=is_unmasked,
         is_plain=is_plain,
         is_bare=is_bare,

@@ -15,7 +15,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     PARTS,
     Config,
     has_bias_cells,
-    heads_together,
+    heads_of_tile,
     num_parts,
     query_tiles,
     row_pieces,
@@ -28,7 +28,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
-FEW_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
+DECODE_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
 LEAST_PAGE, MAX_HEAD_DIM_OF_PAGES = 16, 256  # tokens that a copy takes at least; wider rows were not tried
 LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 384  # of tiles of 64 rows of a call on a cache
 # Time for an element of an 8-bit cache that a widener converts, and for each score of the same step, by what shares a
@@ -109,7 +109,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
                 f"{shared} queries share a kv head; with fewer than {FEWEST_QUERIES}, writing V in float16 takes as "
                 "long as the attention"
             ]
-    if max(problem.head_dim, problem.head_dim_v) > 256 and problem.seqlen_q <= FEW_QUERIES:
+    if max(problem.head_dim, problem.head_dim_v) > 256 and problem.seqlen_q <= DECODE_QUERIES:
         rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
         tiles, fewest = -(-rows // 64) * problem.batch * problem.num_heads_kv, 2 if rows <= 16 else 4
         # Record 2026-11-28-h200-decode-above-256.json: about level at 80 and 128 tiles of at most 16 rows.
@@ -144,7 +144,7 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json), and 1.23 to 4.63 in 22 with
     factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
     """
-    heads, sms = heads_together(problem), gpu.assumed_sms
+    heads, sms = heads_of_tile(problem), gpu.assumed_sms
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, ROWS.value, heads)
     if rows < ROWS.value:
         return [f"a sequence has {rows} rows of a kv head on average; split_kv is faster with fewer than {ROWS.value}"]

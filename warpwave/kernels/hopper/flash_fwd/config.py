@@ -79,7 +79,7 @@ def query_tiles(problem: AttentionProblem, block_m: int, heads: int = 1) -> int:
 
 
 @by_kind
-def heads_together(problem: AttentionProblem) -> int:
+def heads_of_tile(problem: AttentionProblem) -> int:
     """Returns the most heads that can share a tile: the largest power of two, up to 64, that divides the group of a kv
     head; 1 if something differs between the heads of a group, or if q has parts or factors."""
     beside = (problem.mask_shape, problem.bias_shape, problem.alibi_shape)
@@ -206,7 +206,7 @@ def fitting(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 def _space(problem: AttentionProblem, parts: int) -> list[Config]:
     has_short_steps = parts > 1 or tile_width(problem) > 256 or problem.kv_factors == "token"
     return [
-        Config(block_m, block_n, num_stages, blocks_per_sm, heads=heads_together(problem))
+        Config(block_m, block_n, num_stages, blocks_per_sm, heads=heads_of_tile(problem))
         for block_m in (64, 128, 192)
         for block_n in ((32, 64, 128) if has_short_steps else (64, 128))
         for num_stages in ((1, 2, 3) if parts > 1 else (2, 3, 4))

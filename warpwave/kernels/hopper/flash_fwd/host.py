@@ -18,7 +18,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
     has_widener,
-    heads_together,
+    heads_of_tile,
     narrow_stages,
     num_parts,
     out_columns,
@@ -36,8 +36,6 @@ from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch, scratch, tensor_maps
 from warpwave.runtime.tensor_maps import has_map
-
-__all__ = ["Binder", "bind", "specify"]
 
 NAME = "hopper/flash_fwd"
 NEEDS_GPU = True
@@ -248,7 +246,7 @@ def _bind_split(
     needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
 
     def run_split(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands[:9]
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *_ = operands
         out, lse = allocate(out)
         q_parts, k_parts, v_parts = workspace()
         make_parts(q, k, v, q_parts, k_parts, v_parts)
@@ -256,7 +254,7 @@ def _bind_split(
         return out, lse
 
     def run_scaled(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k = operands[:9]
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *_ = operands
         out, lse = allocate(out)
         q_parts, k_parts, v_parts, inverses, maxima = workspace()
         for find_maxima in before:
@@ -370,7 +368,7 @@ def _refuse_one_stage(problem: AttentionProblem, config: Config) -> None:
 
 
 def _refuse_heads(problem: AttentionProblem, config: Config) -> None:
-    most = heads_together(problem)
+    most = heads_of_tile(problem)
     if config.heads > most:
         raise UnsupportedProblem(
             f"{config} cannot run {problem.describe()}",

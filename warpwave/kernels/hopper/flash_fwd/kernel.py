@@ -56,8 +56,6 @@ from warpwave.kernels.hopper.token_factors import token_factors
 from warpwave.kernels.hopper.visible import Options, Rules
 from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier, warp_specialize
 
-__all__ = ["hopper_flash_fwd_kernel"]
-
 
 @jit
 def hopper_flash_fwd_kernel(

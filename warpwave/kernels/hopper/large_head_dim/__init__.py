@@ -4,29 +4,5 @@ Bound: K and V from L2, then shared memory (kernel.py).
 """
 
 from warpwave.kernels.hopper.large_head_dim.config import Config, configs, default, notes, smem_bytes
-from warpwave.kernels.hopper.large_head_dim.kernel import (
-    MEANT_FROM,
-    NAME,
-    NEEDS_GPU,
-    bind,
-    cost,
-    outrun,
-    specify,
-    why_not,
-)
-
-__all__ = [
-    "MEANT_FROM",
-    "NAME",
-    "NEEDS_GPU",
-    "Config",
-    "bind",
-    "configs",
-    "cost",
-    "default",
-    "notes",
-    "outrun",
-    "smem_bytes",
-    "specify",
-    "why_not",
-]
+from warpwave.kernels.hopper.large_head_dim.kernel import NAME, NEEDS_GPU, bind, cost, outrun, specify, why_not
+from warpwave.kernels.reasons import MEANT_FROM

@@ -273,10 +273,6 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
-FEW_QUERIES = 64
-MEANT_FROM = 257  # head_dim: the kernel can run narrower heads, but does not advertise them
-
-
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why another kernel is faster for all but packed calls, which three_kernel's fastest products do not
     support.
@@ -284,12 +280,11 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     For packed calls it is 2.7, 3.1 and 3.4 times as fast as large_head_dim at head_dim 512, causal and full, and 640,
     causal, in six sequences of 300 to 4,096 tokens, and 1.6 times in 40 of 200 at 512 (H200, 16 heads).
     """
-    if max(problem.head_dim, problem.head_dim_v) <= 256:
+    if max(problem.head_dim, problem.head_dim_v) < reasons.MEANT_FROM:
         return []  # or another kernel runs first
-    if problem.batch_invariant or problem.seqlen_q <= FEW_QUERIES:
-        return [
-            f"large_head_dim, which splits keys, serves sequences of {FEW_QUERIES} queries or fewer and batch_invariant"
-        ]
+    few = reasons.FEW_QUERIES_OF_WIDE_HEADS
+    if problem.batch_invariant or problem.seqlen_q <= few:
+        return [f"large_head_dim, which splits keys, serves sequences of {few} queries or fewer and batch_invariant"]
     if not problem.packed:
         return ["if calls are not packed, three_kernel is faster; it needs a workspace, which this kernel does not"]
     return []

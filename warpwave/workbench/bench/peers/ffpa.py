@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.peers.peer import (
+    OperatorNames,
     PeerUnavailable,
     Prepared,
     refuse_cpu,
@@ -82,7 +81,7 @@ def _prepare(problem: AttentionProblem, operands: Operands, backends: dict[str, 
     )
     with _no_fallback():
         call()  # compiles, and tunes if requested
-        with _OperatorNames() as operators:
+        with OperatorNames() as operators:
             call()
     if operator not in operators.names:
         raise PeerUnavailable(f"asked for {operator}, and it ran {', '.join(operators.names) or 'nothing'}")
@@ -102,15 +101,3 @@ def _no_fallback() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-class _OperatorNames(TorchDispatchMode):
-    """Records the names of all operators that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpwave.operands import CachedOperands, Operands
 from warpwave.problem import AttentionProblem
@@ -20,6 +21,18 @@ from warpwave.problem import AttentionProblem
 
 class PeerUnavailable(Exception):
     """The peer cannot run the problem here. The message gives the reason."""
+
+
+class OperatorNames(TorchDispatchMode):
+    """Records the names of all operators that run inside. torch has no public function for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.peers.peer import (
+    OperatorNames,
     PeerUnavailable,
     Prepared,
     refuse_cpu,
@@ -129,7 +129,7 @@ def _square(problem: AttentionProblem) -> bool:
 
 def operator_behind(call: Callable[[], Any]) -> str:
     """Runs the call once and returns the operator that ran. A backend that refuses warns with reasons, then raises."""
-    with warnings.catch_warnings(record=True) as caught, _Operators() as operators:
+    with warnings.catch_warnings(record=True) as caught, OperatorNames() as operators:
         warnings.simplefilter("always")
         try:
             call()
@@ -137,16 +137,5 @@ def operator_behind(call: Callable[[], Any]) -> str:
             reasons = [str(w.message).partition("(Triggered internally")[0].strip() for w in caught]
             reasons = [r for r in reasons if not r.endswith("because:")]  # headings of the reasons that follow
             raise PeerUnavailable("; ".join(reasons) or str(error).splitlines()[0]) from error
-    return operators.attention or "math"
-
-
-class _Operators(TorchDispatchMode):
-    """Records the attention operator that SDPA dispatched to. torch has no public function for that."""
-
-    attention = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if "attention" in name:
-            self.attention = name.removeprefix("_scaled_dot_product_")
-        return func(*args, **(kwargs or {}))
+    found = next((name for name in reversed(operators.names) if "attention" in name), "math")
+    return found.removeprefix("_scaled_dot_product_")
