@@ -249,6 +249,30 @@ def test_tokens_whose_values_are_zero(dtype: str, zeros: str, factor: float | No
     assert verdict.passed, str(verdict)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_key_that_leads_a_row_has_no_error_of_its_own(dtype: str) -> None:
+    """It leads by 3 bits and 0.97 of half a last place of float16. With a maximum that lags behind it, its probability
+    would be rounded, and out with it."""
+    case = PagedCase(256, dtype, (16, 64), (1, 1), ((64, 128),), True, cache="float8_e4m3fn:token")
+    call = paged.build(case, "normal", CPU)
+    q, (k, v, of_k, of_v) = (
+        torch.zeros_like(call.operands.q),
+        (x.clone() for x in (call.operands.k, call.operands.v, call.operands.k_descale, call.operands.v_descale)),
+    )
+    page = int(call.operands.page_table[int(call.operands.rows[0]), 0])
+    bits = torch.full((128,), -60.0)
+    bits[100], bits[10] = 0.0, 3 + math.log2(1 + 0.97 * 2.0**-11)  # tiles are visited from the last to the first
+    q[..., 0] = 1.0
+    k[page, :128] = torch.zeros_like(k[page, :128])
+    k[page, :128, 0, 0] = bits.sign().add(0.5).sign().to(k.dtype)
+    of_k[page, :128, 0] = bits.abs() * math.log(2) / call.problem.softmax_scale
+    of_v[page, :128] = 2.0**-7
+    operands = call.operands._replace(q=q, k=k, v=v, k_descale=of_k, v_descale=of_v)
+    out, lse = on_cpu(call.problem, operands, flash_fwd.Config(64, 64, 2))
+    verdict = judge_forward(call.problem, forward_references(call.problem, operands), out, lse)
+    assert verdict.passed, str(verdict)
+
+
 @pytest.mark.parametrize("cache", ["float8_e4m3fn:head", "float8_e4m3fn:token"])
 def test_queries_of_another_sequence_change_nothing(cache: str) -> None:
     case = PagedCase(16, "bfloat16", (64, 64), (4, 2), ((40, 130), (30, 90)), True, max_seqlen_k=256, cache=cache)
