@@ -41,7 +41,7 @@ class FromOffset:
 @aggregate
 class Weighted:
     """Scores in bits that include the logarithms of factors of V; `weights`, [1, keys], undo these in sums of
-    probabilities. The maximum lags if LAGS, beside bfloat16 queries (`rounding_of_the_largest`)."""
+    probabilities. The maximum lags if LAGS (`rounding_of_the_largest`)."""
 
     weights: gl.tensor
     LAGS: gl.constexpr
@@ -76,7 +76,7 @@ def with_values(scores, scale, rules, AT_EDGE: gl.constexpr):
         x = scores * scale + bits
         if AT_EDGE:  # the factor of a hidden token may be infinite or NaN
             x = gl.where(scores == float("-inf"), float("-inf"), x)
-        return x, Weighted(weights, rules.factors.LAGS)
+        return x, Weighted(weights, rules.NARROWS_QUERIES)
     elif has_blocks_of_values(rules.factors):
         bits = bits_of_values(rules)
         return scores, FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
@@ -274,7 +274,7 @@ def settle(m, lead, top, factors, lag: gl.constexpr):
 @jit
 def settled_maximum(scores, scale, m, lead):
     """Computes `new_maximum` on per-thread state, [64, 4]. Unless a score of its 16 rows leads its maximum by more than
-    LAG, a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
+    LAG (0 beside float16 queries with factors of tokens), a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
     at head_dim 64, 1 % at 256.
 
     Returns:
@@ -347,7 +347,8 @@ def rounding_of_the_largest(lead, DTYPE: gl.constexpr):
     thirty thousand).
 
     With factors of tokens, the correction would need the weight of that probability's key. The rounding of a bfloat16
-    out hides the error; beside float16 queries the maximum does not lag, so that probability is exactly 2^RAISE.
+    out hides the error; beside float16 queries the maximum does not lag, so the largest product of a probability and
+    its factor is rounded to exactly 2^RAISE.
     """
     largest = exp2(lead)
     return largest.to(DTYPE).to(gl.float32) - largest

@@ -31,7 +31,6 @@ class TokenFactors:
             consumer hands back V when it no longer needs the factors of its tile. The widener has waited for V of tile
             n - stages - 1 before it writes those of tile n, so they need no barrier of their own.
         of_tile: the last two as a consumer has read them, each [1, keys]; () before.
-        LAGS: whether the maximum of a row lags, beside bfloat16 queries (softmax.rounding_of_the_largest).
     """
 
     k_ptr: gl.tensor
@@ -41,7 +40,6 @@ class TokenFactors:
     raw: gl.shared_memory_descriptor
     prepared: gl.shared_memory_descriptor
     of_tile: object
-    LAGS: gl.constexpr
 
 
 @constexpr_function
@@ -53,13 +51,13 @@ def has_token_factors(factors):
 @jit
 def token_factors(
     k_ptr, k_strides: KeyDescaleStrides, v_ptr, v_strides: KeyDescaleStrides, NARROW_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, LAGS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Allocates the shared memory of a `TokenFactors`."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     raw = gl.allocate_shared_memory(gl.float32, [2 * NARROW_STAGES, BLOCK_N], layout)
     prepared = gl.allocate_shared_memory(gl.float32, [3 * (STAGES + 1), BLOCK_N], layout)
-    return TokenFactors(k_ptr, k_strides, v_ptr, v_strides, raw, prepared, (), LAGS)
+    return TokenFactors(k_ptr, k_strides, v_ptr, v_strides, raw, prepared, ())
 
 
 @jit

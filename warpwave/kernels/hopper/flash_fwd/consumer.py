@@ -387,7 +387,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         q = ()
         for i in gl.static_range(len(q_tiles)):
             q = q + (matrix(q_tiles[i].index(GROUP)),)
-        if rules.RAISES and q_tiles[0].dtype == gl.bfloat16:
+        if rules.NARROWS_QUERIES:
             q, power = queries_in_float16(q, (work.seqlen_q - place.row_first) * rules.HEADS)
             rules_of_head = with_fields(rules_of_head, scale=in_range(rules_of_head.scale * power))
 

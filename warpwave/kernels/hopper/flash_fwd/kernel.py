@@ -113,11 +113,10 @@ def hopper_flash_fwd_kernel(
     if call_options.HEAD_DIM_V == 0:
         out_maps = present(out_map, out_map_2, out_map_3)
     factors = ()
-    narrows_queries: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
     if TOKEN_FACTORS:
         factors = token_factors(
             k_descale_ptr, k_descale_strides, v_descale_ptr, v_descale_strides, NARROW_STAGES, STAGES,
-            call_options.BLOCK_N, narrows_queries,
+            call_options.BLOCK_N,
         )  # fmt: skip
     elif k_descale_ptr is not None:
         of_k = OfTensor(k_descale_ptr, k_descale_strides, K_BLOCK)
@@ -129,8 +128,9 @@ def hopper_flash_fwd_kernel(
             of_q = OfTensor(q_descale_ptr, q_descale_strides, Q_BLOCK)
         factors = Factors(of_q, of_k, of_v, schedule.group_size)
     aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
+    narrows_queries: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
     raises: gl.constexpr = narrows_queries or TOKEN_FACTORS
-    rules = Rules(call_options, aligns_keys, raises, of_call(dropout), factors)
+    rules = Rules(call_options, aligns_keys, narrows_queries, raises, of_call(dropout), factors)
     q_inverses_ptr = inverses_ptr
     if inverses_ptr is not None:  # after the inverses of K and V
         num_heads_kv = schedule.num_heads // schedule.group_size
