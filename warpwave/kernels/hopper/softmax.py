@@ -274,8 +274,8 @@ def settle(m, lead, top, factors, lag: gl.constexpr):
 @jit
 def settled_maximum(scores, scale, m, lead):
     """Computes `new_maximum` on per-thread state, [64, 4]. Unless a score of its 16 rows leads its maximum by more than
-    LAG (0 beside float16 queries with factors of tokens), a warp neither compares values across the threads of a row nor computes a factor, which is 1. Worth 6 to 7 %
-    at head_dim 64, 1 % at 256.
+    LAG (by anything, with factors of tokens beside float16 queries), a warp neither compares values across the threads
+    of a row nor computes a factor, which is 1. Worth 6 to 7 % at head_dim 64, 1 % at 256.
 
     Returns:
         m: the new maxima, equal in a row's threads.
