@@ -30,6 +30,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "drawn any_head_dim again": "a draw that rules follow",
         "named forward": "rows that lost before",
         "prefill": "prefill",
+        "prefill_paged": "prefill from pages",
         "head_sizes": "head sizes",
         "odd_lengths": "odd lengths",
         "gqa": "grouped heads",
