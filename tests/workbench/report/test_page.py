@@ -95,7 +95,7 @@ def test_the_shipped_record_makes_a_whole_page(shipped_page: str) -> None:
     for heading in ("Case by case", "Roofline", "Over length", "All measurements", "Not timed", "Environment"):
         assert heading in words
     assert "To reproduce" in words
-    assert "warpwave bench forward --rounds 9" in words
+    assert "warpwave bench forward --rounds 6" in words
 
 
 @pytest.mark.parametrize(
@@ -358,9 +358,9 @@ def test_cases_without_a_time_for_one_reason_share_a_row() -> None:
 
 
 def test_a_raised_ceiling_is_not_dated_as_measured() -> None:
-    (section, *_) = report([Source(shipped.records(), "shipped")]).sections
-    raised = {c.rates for c in section.roofline.ceilings if c.rates != "data sheet"}
-    assert any("went beyond it" in sentence for _, sentences in section.answers for sentence in sentences)
+    sections = report([Source(shipped.records(), "shipped")]).sections
+    beyond = [s for s in sections if any("went beyond it" in sentence for _, said in s.answers for sentence in said)]
+    raised = {c.rates for s in beyond for c in s.roofline.ceilings if c.rates != "data sheet"}
     assert raised and all(name.endswith("or here") for name in raised)
 
 

@@ -13,8 +13,9 @@ FOLDER = Path(__file__).parent
 
 
 def paths() -> list[Path]:
-    """Returns the record files, sorted by name."""
-    return sorted(FOLDER.glob("*.jsonl"))
+    """Returns the record files, the newest date first, those of a date by name."""
+    by_name = sorted(FOLDER.glob("*.jsonl"))
+    return sorted(by_name, key=lambda path: path.name[: len("2026-11-29")], reverse=True)  # stable
 
 
 def records() -> Records:
