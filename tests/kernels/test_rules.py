@@ -101,7 +101,9 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             # A causal mask alone over as many keys as queries, or over a long prompt, which no drawn call has.
             queries, keys, heads = random.Random(i).choice(((512, 512, 32), (1536, 1536, 8), (2048, 16384, 32)))
             alone: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
-            problem = replace(problem, bias_shape=None, bias_dtype=None, seqlen_q=queries, seqlen_k=keys, batch=1, **alone)
+            problem = replace(
+                problem, bias_shape=None, bias_dtype=None, seqlen_q=queries, seqlen_k=keys, batch=1, **alone
+            )
             problem = replace(problem, causal=Causal(), num_heads_q=heads, num_heads_kv=heads)
             problem = replace(problem, head_dim=128, head_dim_v=128)
         if getattr(module, "QUANTIZED", False) and rng.random() < 0.2:
