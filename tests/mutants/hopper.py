@@ -272,6 +272,16 @@ HOPPER_PAGES = [
         EIGHT_BITS_ON_CPU, "full and token and bfloat16", "gates fail",
     ),
     Mutant(
+        "Hopper, factors of tokens: probabilities not raised beside float16", "kernels/hopper/flash_fwd/kernel.py",
+        "narrows_queries or TOKEN_FACTORS", "narrows_queries",
+        f"{ON_CPU}test_tokens_whose_values_are_zero", "1.0 and float16 and not bfloat16", "gates fail",
+    ),
+    Mutant(
+        "Hopper, factors of tokens: a maximum that lags beside float16 queries", "kernels/hopper/softmax.py",
+        "Weighted(weights, rules.NARROWS_QUERIES)", "Weighted(weights, True)",
+        f"{ON_CPU}test_the_key_that_leads_a_row_has_no_error_of_its_own", "float16 and not bfloat16", "gates fail",
+    ),
+    Mutant(
         "Hopper, factors of tokens: those of the tile before", "kernels/hopper/factors.py",
         "        return n\n", "        return n - 1\n",
         EIGHT_BITS_ON_CPU, "full and token and bfloat16", "gates fail",
