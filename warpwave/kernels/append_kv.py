@@ -31,7 +31,7 @@ from warpwave.kernels.groups import AnyTokens, CacheDescales, Pages
 from warpwave.kernels.paged_keys import factors_of_cells
 from warpwave.kernels.paging import offsets_within
 from warpwave.kernels.primitives import packed_sequence, rounded
-from warpwave.kernels.quantize_tensor import LARGEST, SMALLEST, eight_bit, eight_bit_by_torch, factor_of, factors_of
+from warpwave.kernels.quantize_tensor import LARGEST, eight_bit, eight_bit_by_torch, factor_of, factors_of
 from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED, NO_TRITON, jit, tl
@@ -124,7 +124,6 @@ def _store_head(
     inside,
     FACTORS: tl.constexpr,
     LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
 ):
     """Stores one head of one token, [BLOCK], in the dtype of the pool, if the cell is valid.
 
@@ -138,7 +137,7 @@ def _store_head(
         if FACTORS == "token":
             magnitudes = tl.abs(tl.where(inside, x, 0.0))
             largest = tl.max(tl.where(magnitudes < float("inf"), magnitudes, float("inf")))  # NaN included
-            factor = factor_of(largest, LARGEST, SMALLEST)
+            factor = factor_of(largest, LARGEST)
             tl.store(factor_ptr, factor, mask=there)
         else:
             factor = tl.load(factor_ptr)
@@ -175,7 +174,6 @@ def append_kv_kernel(
     HAS_KV: tl.constexpr,
     HAS_Q: tl.constexpr,
     LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
 ):
     """Processes one head of one new token: a kv head, both its key and its value, or a head of q.
 
@@ -227,7 +225,7 @@ def append_kv_kernel(
             factor = descales.k.ptr
             if descales.FACTORS != "":
                 factor = factors_of_cells(descales.k, page, cell, head)
-            _store_head(x, out, factor, there, dims < HEAD_DIM, descales.FACTORS, LARGEST, SMALLEST)
+            _store_head(x, out, factor, there, dims < HEAD_DIM, descales.FACTORS, LARGEST)
             dims_v = tl.arange(0, BLOCK_DV)
             x = _token(v_tensor, batch_in_memory, at, head)
             x = _head(x, v_tensor.stride_d, cos_ptr, sin_ptr, angle, dims_v, HEAD_DIM_V, 0, False)
@@ -235,7 +233,7 @@ def append_kv_kernel(
             factor = descales.v.ptr
             if descales.FACTORS != "":
                 factor = factors_of_cells(descales.v, page, cell, head)
-            _store_head(x, out, factor, there, dims_v < HEAD_DIM_V, descales.FACTORS, LARGEST, SMALLEST)
+            _store_head(x, out, factor, there, dims_v < HEAD_DIM_V, descales.FACTORS, LARGEST)
 
 
 # Host -----------------------------------------------------------------------------------------------------------------
@@ -287,7 +285,6 @@ def specify(new: New, max_seqlen: int, interleaved: bool) -> launch.Launch:
             "HAS_Q": new.q is not None,
             "FACTORS": cache_descales.kind_of(new.k_descale),
             "LARGEST": LARGEST.get(new.k_pages.dtype, 0.0),
-            "SMALLEST": SMALLEST,
         },
         options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False},
     )

@@ -30,7 +30,7 @@ MAX_HEAD_DIM = 256  # of the launch: a block of 128 tokens in registers
 MOST_MIXED = 128  # channels of a rotation
 LEAST_OF_A_PRODUCT = 16  # columns that a matrix unit sums
 TOKENS = 128  # of a program whose factor is not that of a block
-SMALLEST = 1e-30  # a factor; smaller ones would make their reciprocal infinite
+SMALLEST = tl.constexpr(2.0**-80)  # a factor; smaller ones of V count as this in hopper/token_factors.py
 # The factor of zeros. Values with a larger factor than their neighbors leave these less of the range of probabilities.
 # With 1e-30, sums of probabilities divided by it leave the range of float32 beside values of 1e9.
 OF_ZEROS = tl.constexpr(2.0**-40)
@@ -58,7 +58,7 @@ def clipped_magnitude(magnitudes, allowed):
 
 
 @jit
-def factor_of(largest, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+def factor_of(largest, LARGEST: tl.constexpr):
     """Returns the factor with which the largest of some magnitudes becomes LARGEST, at least SMALLEST; OF_ZEROS if all
     are 0."""
     return tl.where(largest > 0.0, tl.maximum(tl.math.div_rn(largest, LARGEST), SMALLEST), OF_ZEROS)
@@ -96,7 +96,6 @@ def quantize_kernel(
     STRIDE_UNIT: tl.constexpr,
     MODE: tl.constexpr,
     LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
     IS_VARLEN: tl.constexpr,
     HAS_CLIPPING: tl.constexpr,
 ):
@@ -117,7 +116,7 @@ def quantize_kernel(
     x_ptr, out_ptr = x_tensor.ptr, out_tensor.ptr
     of_head = batch * factor.stride_b + head * factor.stride_h
     if MODE == "found":
-        unit = factor_of(tl.load(bits_ptr + of_head).to(tl.float32, bitcast=True), LARGEST, SMALLEST)
+        unit = factor_of(tl.load(bits_ptr + of_head).to(tl.float32, bitcast=True), LARGEST)
         tl.store(factor.ptr + of_head, unit, mask=block == 0)
     if IS_VARLEN:
         begin, seqlen = packed_sequence(cu_seqlens_ptr, batch, seqlen, total)
@@ -156,7 +155,7 @@ def quantize_kernel(
             # The bits of positive numbers are ordered like the numbers.
             tl.atomic_max(bits_ptr + of_head, largest.to(tl.int32, bitcast=True))
             return
-        unit = factor_of(largest, LARGEST, SMALLEST)
+        unit = factor_of(largest, LARGEST)
         tl.store(factor.ptr + of_head + block, unit)
     y = x * tl.math.div_rn(1.0, unit)
     if HAS_CLIPPING:
@@ -310,7 +309,7 @@ def eight_bit_by_torch(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def factors_of(magnitudes: torch.Tensor, largest: float) -> torch.Tensor:
     """Returns the factors with which the largest magnitudes become the largest number, as `factor_of` does."""
     divisor = magnitudes.new_full((), largest)  # on a GPU, torch divides by a number by multiplying with its reciprocal
-    return torch.where(magnitudes > 0, (magnitudes / divisor).clamp(min=SMALLEST), OF_ZEROS.value)
+    return torch.where(magnitudes > 0, (magnitudes / divisor).clamp(min=SMALLEST.value), OF_ZEROS.value)
 
 
 def share_clipped(source: Source) -> float:
@@ -391,7 +390,6 @@ def specify(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, bl
             "STRIDE_UNIT": unit,
             "MODE": mode,
             "LARGEST": int(LARGEST[source.dtype]),
-            "SMALLEST": SMALLEST,
             "IS_VARLEN": is_packed,
             "HAS_CLIPPING": source.percentile < 1,
         },
