@@ -340,7 +340,7 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
     read_or_written = ("dout", queries) if work.is_backward else ("out", rows)
     parts = {
         "q": queries * problem.head_dim * size,
-        "k": keys * problem.head_dim * size,
+        "k": keys * problem.head_dim * DTYPE_BYTES[problem.dtype_of_k],
         "v": keys * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_v],
         read_or_written[0]: read_or_written[1] * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
     }
