@@ -12,7 +12,7 @@ import torch
 
 import warpwave
 from tests.workbench.explain.test_explanation import PLAIN, nothing_measured, on, tensors
-from warpwave import Explanation, dispatch
+from warpwave import Causal, Explanation, dispatch
 from warpwave.workbench.explain.advice import MOST
 from warpwave.workbench.hardware.catalog import resolve
 from warpwave.workbench.model.roofline import us
@@ -29,6 +29,13 @@ def test_a_call_without_fault_is_told_so() -> None:
     said = on("h200")
     assert len(said.advice) == 1 and said.advice[0].startswith("Nothing about the call")
     assert said.near_misses == ()
+    for options, change in (
+        ({}, "a causal mask or a window"),
+        ({"causal": Causal()}, "(a window,"),
+        ({"causal": Causal(), "window_size": (8192, 0)}, "(a narrower window,"),
+    ):
+        said = on("h200", seqlen_q=16384, seqlen_k=16384, **options)
+        assert change in advice(said), "a call that has a mask is not advised to use the same mask"
 
 
 @pytest.mark.parametrize("lengths", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
@@ -91,6 +98,10 @@ def test_memory_bound_calls_hear_of_bytes() -> None:
     said = advice(warpwave.explain(replace(PLAIN, seqlen_q=1, batch=64, num_heads_kv=4), gpu=resolve("h200")))
     assert "Memory binds, and k and v are 100% of the bytes" in said
     assert "GQA" not in said, "they share already"
+    assert "queries per sequence in one call would take no longer than 1." in said
+    heads = {"num_heads_q": 128, "num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
+    many = advice(on("h200", batch=64, seqlen_q=1, **heads))
+    assert "Memory binds" in many and "no longer than" not in many, "products bind from two queries on"
     assert "GQA" in advice(on("h200", batch=1024, seqlen_q=32, seqlen_k=32))
 
 

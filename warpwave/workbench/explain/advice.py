@@ -432,10 +432,10 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     text = f"Memory binds, and k and v are {kv / problem.compulsory_bytes:.0%} of the bytes"
     if problem.seqlen_q * 4 <= problem.seqlen_k:
         queries = int(problem.seqlen_q * binding.time_us / products.time_us)
-        text += (
-            f": reading them takes {us(binding.time_us)} and the products {us(products.time_us)}, so up to {queries:,} "
-            f"queries per sequence in one call would take no longer than {problem.seqlen_q}"
-        )
+        text += f": reading them takes {us(binding.time_us)} and the products {us(products.time_us)}"
+        if queries > problem.seqlen_q:
+            text += f", so up to {queries:,} queries per sequence in one call would take no longer than "
+            text += f"{problem.seqlen_q:,}"
     else:
         text += (
             f". The call has {figure(problem.intensity)} FLOP per byte; products bind from {figure(balance)} on, which "
@@ -509,10 +509,11 @@ def _nothing(call: Call) -> str:
                 "No change of the call lowers a bound. By the model, the largest loss above the bound is "
                 f"{name}, x {factor:.2f}: {LOSSES[name]}.{_other_configs(call, name)}"
             )
+    hides = "a narrower window" if call.problem.window_size != (-1, -1) else "a window"
+    hides = hides if call.problem.has_band else "a causal mask or a window"
     return (
-        "Nothing about the call: the grid fills the card, and the tiles waste little. What remains is less work (a "
-        "causal mask or a window, if the model allows one), or a card with more "
-        f"{MORE.get(binding.resource, binding.resource)}."
+        "Nothing about the call: the grid fills the card, and the tiles waste little. What remains is less work "
+        f"({hides}, if the model allows one), or a card with more {MORE.get(binding.resource, binding.resource)}."
     )
 
 
