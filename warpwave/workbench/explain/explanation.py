@@ -387,7 +387,8 @@ def _losses(
             if problem.flops
             else "a measured time needs work to be split by, and this call has none"
         )
-    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none, estimated=estimated(problem))
+    doubt = estimated(problem, bounds)
+    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none, estimated=doubt)
 
 
 def _named(name: str) -> Gpu:
