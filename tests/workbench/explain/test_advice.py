@@ -69,6 +69,25 @@ def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
     assert again.bounds.time_us < said.bounds.time_us if said.bounds else False
 
 
+@pytest.mark.parametrize(
+    ("card", "sizes"),
+    [
+        ("b200", {"batch": 2, "seqlen_q": 1024, "seqlen_k": 4096}),
+        ("l4", {"batch": 2, "seqlen_q": 2048, "seqlen_k": 4096}),
+    ],
+)
+def test_no_config_is_advised_that_is_predicted_to_be_slower(card: str, sizes: dict[str, int]) -> None:
+    """Tiles of 16 queries lower the bound of one head's grid, and take up to 2.6 times as long by the model."""
+    said = on(card, num_heads_q=1, num_heads_kv=1, **sizes)
+    assert said.prediction is not None
+    found = re.search(r"Time Config.*?predicted: ([\d,.]+ us) instead of ([\d,.]+ us)\.", advice(said))
+    if found is None:
+        assert "Time Config" not in advice(said)
+    else:
+        after, now = (float(text.removesuffix(" us").replace(",", "")) for text in found.groups())
+        assert after < now == pytest.approx(said.prediction.time_us, rel=0.01)
+
+
 def test_head_padding_is_named_where_the_kernel_pads() -> None:
     said = warpwave.explain(replace(PLAIN, head_dim=200, head_dim_v=200), gpu=resolve("a100"))
     assert "computes head_dim 200 as 256: 512 / 400 = 1.28 x the products" in advice(said)
