@@ -12,7 +12,7 @@ import torch
 
 import warpwave
 from tests.workbench.explain.test_explanation import PLAIN, nothing_measured, on, tensors
-from warpwave import Explanation, dispatch
+from warpwave import Causal, Explanation, dispatch
 from warpwave.workbench.explain.advice import MOST
 from warpwave.workbench.hardware.catalog import resolve
 from warpwave.workbench.model.roofline import us
@@ -29,6 +29,13 @@ def test_a_call_without_fault_is_told_so() -> None:
     said = on("h200")
     assert len(said.advice) == 1 and said.advice[0].startswith("Nothing about the call")
     assert said.near_misses == ()
+    for options, change in (
+        ({}, "a causal mask or a window"),
+        ({"causal": Causal()}, "(a window,"),
+        ({"causal": Causal(), "window_size": (8192, 0)}, "(a narrower window,"),
+    ):
+        said = on("h200", seqlen_q=16384, seqlen_k=16384, **options)
+        assert change in advice(said), "a call that has a mask is not advised to use the same mask"
 
 
 @pytest.mark.parametrize("lengths", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
@@ -62,6 +69,25 @@ def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
     assert again.bounds.time_us < said.bounds.time_us if said.bounds else False
 
 
+@pytest.mark.parametrize(
+    ("card", "sizes"),
+    [
+        ("b200", {"batch": 2, "seqlen_q": 1024, "seqlen_k": 4096}),
+        ("l4", {"batch": 2, "seqlen_q": 2048, "seqlen_k": 4096}),
+    ],
+)
+def test_no_config_is_advised_that_is_predicted_to_be_slower(card: str, sizes: dict[str, int]) -> None:
+    """Tiles of 16 queries lower the bound of one head's grid, and take up to 2.6 times as long by the model."""
+    said = on(card, num_heads_q=1, num_heads_kv=1, **sizes)
+    assert said.prediction is not None
+    found = re.search(r"Time Config.*?predicted: ([\d,.]+ us) instead of ([\d,.]+ us)\.", advice(said))
+    if found is None:
+        assert "Time Config" not in advice(said)
+    else:
+        after, now = (float(text.removesuffix(" us").replace(",", "")) for text in found.groups())
+        assert after < now == pytest.approx(said.prediction.time_us, rel=0.01)
+
+
 def test_head_padding_is_named_where_the_kernel_pads() -> None:
     said = warpwave.explain(replace(PLAIN, head_dim=200, head_dim_v=200), gpu=resolve("a100"))
     assert "computes head_dim 200 as 256: 512 / 400 = 1.28 x the products" in advice(said)
@@ -91,6 +117,10 @@ def test_memory_bound_calls_hear_of_bytes() -> None:
     said = advice(warpwave.explain(replace(PLAIN, seqlen_q=1, batch=64, num_heads_kv=4), gpu=resolve("h200")))
     assert "Memory binds, and k and v are 100% of the bytes" in said
     assert "GQA" not in said, "they share already"
+    assert "queries per sequence in one call would take no longer than 1." in said
+    heads = {"num_heads_q": 128, "num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
+    many = advice(on("h200", batch=64, seqlen_q=1, **heads))
+    assert "Memory binds" in many and "no longer than" not in many, "products bind from two queries on"
     assert "GQA" in advice(on("h200", batch=1024, seqlen_q=32, seqlen_k=32))
 
 

@@ -304,7 +304,7 @@ def test_the_command_prints_json_with_the_figures_of_the_text() -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     backward = json.loads(result.output)["backward"]
-    assert backward["kernel"] == "flash_bwd" and backward["binding"] == "tiles"
+    assert backward["kernel"] == "flash_bwd" and backward["binding"] == "tensor cores"
     assert backward["flops"] == 2.5 * json.loads(result.output)["flops"]
     assert list(backward["prediction"]["times_us"]) == ["bound", *LOSSES]
     assert backward["prediction"]["times_us"]["bound"] == backward["least_us"]

@@ -194,6 +194,7 @@ def test_the_binding_resource_is_named_with_its_time(card: str, options: dict[st
     printed = binding.replace("tensor", "matrix") if card.startswith("mi") else binding
     assert f"{printed}: no implementation{precise} takes" in line
     data = said.to_dict()
+    assert data["binding"] == binding
     assert data["least_us"] == known.of_problem.time_us <= data["least_us_by_this_kernel"] == known.time_us
 
 

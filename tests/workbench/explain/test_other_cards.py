@@ -105,6 +105,8 @@ def test_estimated_bounds_are_called_so() -> None:
     masked = replace(PROBLEM, mask_shape=(1, 1, 4096, 4096))
     assert "the mask was not read" in text(masked, explain_on(masked, cards("l4,h200")))
     assert "estimate" not in text(PROBLEM, explain_on(PROBLEM, cards("l4,h200")))
+    latent = replace(PROBLEM, seqlen_q=1, num_heads_kv=1, head_dim=576, head_dim_v=512)
+    assert text(latent, explain_on(latent, cards("l4,h200"))).count("Bounds are estimates: k and v count as two") == 1
 
 
 def test_a_span_of_times_has_the_unit_of_each_end() -> None:

@@ -95,7 +95,8 @@ def test_a_sheet_like_another_changes_what_it_names(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("name =", "not TOML"),
-        ('name = "x"', "arch, num_sms, boost_clock_mhz, .* missing"),
+        ('name = "x"', "arch, num_sms, boost_clock_mhz, .* l2_kib, .* missing"),
+        ('name = "x"\nlike = "h100"\nl2_kib = -5', "l2_kib is -5; it must be a number above 0"),
         (WHOLE.replace("gfx1100", "gfx1"), "arch is 'gfx1'; it must be one of sm_80"),
         (WHOLE.replace("= 30", "= 30.5"), "num_sms is 30.5; it must be a whole number"),
         (WHOLE.replace("= 624", "= -1"), "bandwidth_gbps is -1; it must be a number above 0"),

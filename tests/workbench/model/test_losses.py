@@ -92,6 +92,23 @@ def test_a_time_below_an_estimated_bound_is_split() -> None:
     assert "estimated" not in said, "a mask that was read is counted"
 
 
+def test_a_time_on_a_latent_cache_is_not_refused() -> None:
+    """The bound counts v beside k. 64 sequences of 4,096 latents, read once, took 81 us on an H200
+    (2026-11-22-h200-latents.log)."""
+    latent = replace(
+        _problem(4096, 16), batch=64, seqlen_q=1, seqlen_k=4096, num_heads_kv=1, head_dim=576, head_dim_v=512
+    )
+    found = explain(latent, gpu="h200", measured_us=81)
+    assert found.bounds is not None and found.bounds.of_problem.time_us > 1.15 * 81
+    assert found.losses is not None and "v is part of k" in found.losses.warning
+    assert "estimated: k and v count as two tensors" in " ".join(str(found).split())
+    prompt = explain(replace(latent, batch=1, seqlen_q=4096), gpu="h200")
+    assert "estimated:" not in str(prompt), "products bind, however many tensors are read"
+    several = replace(latent, num_heads_kv=2)
+    with pytest.raises(InvalidInput, match="no implementation"):
+        explain(several, gpu="h200", measured_us=81)
+
+
 def test_a_time_below_the_bound_is_no_share_of_it() -> None:
     least = explain(_problem(4096, 16), gpu="h200").bounds
     assert least is not None

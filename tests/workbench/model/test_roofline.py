@@ -341,6 +341,16 @@ def test_figures_in_words() -> None:
     assert byte(16777216) == "16.78 MB" and figure(10214.4) == "10,214" and figure(989.4) == "989.4"
 
 
+def test_keys_and_values_of_a_cache_of_8_bits_are_a_byte_each() -> None:
+    problem = AttentionProblem(
+        batch=64, seqlen_q=1, seqlen_k=4096, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
+        dtype="bfloat16", softmax_scale=0.1, page_size=16, dtype_kv="float8_e4m3fn", kv_factors="head",
+    )  # fmt: skip
+    cells, pages, factors = 64 * 4096 * 8 * 128, 4 * (64 * 256 + 64), 2 * 8 * 4
+    row = 64 * 32 * 128 * 2
+    assert tensor_bytes(problem) == {"q": row, "k": cells, "v": cells, "out": row, "the rest": pages + factors}
+
+
 def test_queries_that_see_no_key_are_not_read() -> None:
     """Causal masks end at the last key, so of 8,192 queries on 1,024 keys the first 7,168 see none."""
     problem = AttentionProblem(

@@ -147,18 +147,36 @@ def _grid(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
         text = f"{blocks} blocks on {sms} SMs: the busiest has {-(-blocks // sms)}, the mean is {blocks / sms:.2f}"
     least = bounds.of_problem.time_us
     text += f", and {call.kernel.NAME} takes at least {us(bounds.time_us)}, while the card's bound is {us(least)}."
-    options = [(call.least_us(call.problem, config), config) for config in call.kernel.configs(call.problem, call.gpu)]
-    best_us, config = min(options, key=lambda option: option[0])
-    if best_us * NOTICEABLE < bounds.time_us:
+    if best := _better_config(call, bounds):
+        best_us, config, times = best
         values = ", ".join(f"{name}={value!r}" for name, value in asdict(config).items())
         more = call.kernel.cost(call.problem, call.gpu, config).blocks
         wastes = "" if more > blocks else ", and smaller tiles waste less"
         where = f"warpwave.kernels.{call.kernel.NAME.replace('/', '.')}"
-        text += f" Time Config({values}) of {where}: {more:,} blocks{wastes}, at least {us(best_us)}."
+        text += f" Time Config({values}) of {where}: {more:,} blocks{wastes}, at least {us(best_us)}{times}."
         yield _Advice(bounds.time_us - best_us, text)
     else:
         text += f" A larger batch or more heads in one call fill the card{_divides_keys(call)}."
         yield _Advice(bounds.time_us - least, text)
+
+
+def _better_config(call: Call, bounds: Roofline) -> tuple[float, Any, str] | None:
+    """Returns the bound of the config with the shortest predicted time among those with a noticeably lower bound, the
+    config, and a phrase with the predicted times. Without a model it is the config with the lowest bound. Returns None
+    if no config is noticeably better by both: small tiles often lower the bound of the grid and take longer."""
+    options = [(call.least_us(call.problem, config), config) for config in call.kernel.configs(call.problem, call.gpu)]
+    lower = [option for option in options if option[0] * NOTICEABLE < bounds.time_us]
+    if call.prediction is None:
+        return (*min(lower, key=lambda option: option[0]), "") if lower else None
+    now, found = call.prediction.time_us, []
+    for least_us, config in lower:
+        after = predict(call.problem, call.kernel, config, call.gpu, hot=call.hot)
+        if after is not None and after.time_us * NOTICEABLE < now:
+            found.append((after.time_us, least_us, config))
+    if not found:
+        return None
+    after_us, least_us, config = min(found, key=lambda option: option[0])
+    return least_us, config, f"; predicted: {us(after_us)} instead of {us(now)}"
 
 
 def _divides_keys(call: Call) -> str:
@@ -432,10 +450,10 @@ def _memory(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice]:
     text = f"Memory binds, and k and v are {kv / problem.compulsory_bytes:.0%} of the bytes"
     if problem.seqlen_q * 4 <= problem.seqlen_k:
         queries = int(problem.seqlen_q * binding.time_us / products.time_us)
-        text += (
-            f": reading them takes {us(binding.time_us)} and the products {us(products.time_us)}, so up to {queries:,} "
-            f"queries per sequence in one call would take no longer than {problem.seqlen_q}"
-        )
+        text += f": reading them takes {us(binding.time_us)} and the products {us(products.time_us)}"
+        if queries > problem.seqlen_q:
+            text += f", so up to {queries:,} queries per sequence in one call would take no longer than "
+            text += f"{problem.seqlen_q:,}"
     else:
         text += (
             f". The call has {figure(problem.intensity)} FLOP per byte; products bind from {figure(balance)} on, which "
@@ -509,10 +527,11 @@ def _nothing(call: Call) -> str:
                 "No change of the call lowers a bound. By the model, the largest loss above the bound is "
                 f"{name}, x {factor:.2f}: {LOSSES[name]}.{_other_configs(call, name)}"
             )
+    hides = "a narrower window" if call.problem.window_size != (-1, -1) else "a window"
+    hides = hides if call.problem.has_band else "a causal mask or a window"
     return (
-        "Nothing about the call: the grid fills the card, and the tiles waste little. What remains is less work (a "
-        "causal mask or a window, if the model allows one), or a card with more "
-        f"{MORE.get(binding.resource, binding.resource)}."
+        "Nothing about the call: the grid fills the card, and the tiles waste little. What remains is less work "
+        f"({hides}, if the model allows one), or a card with more {MORE.get(binding.resource, binding.resource)}."
     )
 
 

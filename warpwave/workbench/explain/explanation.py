@@ -152,7 +152,7 @@ class Explanation:
 def _derived(of: Explanation | Backward) -> dict[str, Any]:
     """Returns the derived figures of one pass, for JSON."""
     known = of.roofline
-    binding = None if known is None else known.binding
+    binding = None if known is None else known.of_problem.binding  # as `least_us`, and as the text's "bound by"
     return {
         "flops": of.flops,
         "compulsory_bytes": of.compulsory_bytes,
@@ -387,7 +387,8 @@ def _losses(
             if problem.flops
             else "a measured time needs work to be split by, and this call has none"
         )
-    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none, estimated=estimated(problem))
+    doubt = estimated(problem, bounds)
+    return split(measured_us, prediction, sheet, bounds, clock_mhz=clock_mhz, none=none, estimated=doubt)
 
 
 def _named(name: str) -> Gpu:

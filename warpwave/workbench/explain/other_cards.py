@@ -136,7 +136,7 @@ def text(problem: AttentionProblem, rows: Sequence[Row]) -> str:
         lines.append(f"* {why}: {', '.join(names)}")
     if problem.requires_grad:
         lines.append("Times and bounds are of forward and backward.")
-    if why := estimated(problem):
-        lines.append(f"Bounds are estimates: {why}.")
+    doubts = dict.fromkeys(why for row in rows if (why := estimated(problem, row.bounds)))
+    lines += [f"Bounds are estimates: {why}." for why in doubts]
     lines.append("Bounds follow from the data sheets. The kernel is the one that warpwave would choose on the card.")
     return "\n".join(lines)

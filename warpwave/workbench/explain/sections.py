@@ -56,7 +56,7 @@ def verdict(said: Pass) -> str:
         any_ += " that computes every exponential on the special function units"
     if is_backward(said):
         any_ += " that recomputes the scores"
-    rates = known.rates.name + (f"; estimated: {why}" if (why := estimated(said.problem)) else "")
+    rates = known.rates.name + (f"; estimated: {why}" if (why := estimated(said.problem, known)) else "")
     sentence = f"{binding.resource}: {any_} takes less than {us(binding.time_us)} ({rates})"
     sentence += f", {_rate_allowed(said, binding.time_us)}"
     launch = None if said.measured is None else said.measured.of("launch")

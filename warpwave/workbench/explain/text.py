@@ -22,7 +22,7 @@ from warpwave.workbench.explain.sections import (
     wrapped,
 )
 from warpwave.workbench.hardware.occupancy import MULTIPROCESSORS
-from warpwave.workbench.model.roofline import byte, estimated, figure, flop, us
+from warpwave.workbench.model.roofline import byte, estimated, figure, flop, uncounted, us
 
 if TYPE_CHECKING:
     from warpwave.gpu import Gpu
@@ -98,7 +98,7 @@ def _accuracy(accuracy: Accuracy) -> str:
 
 def _work(said: Explanation) -> Iterator[str]:
     problem = said.problem
-    doubt = f" (estimated: {why})" if (why := estimated(problem)) else ""
+    doubt = f" (estimated: {why})" if (why := uncounted(problem)) else ""
     everything = problem.num_heads_q * sum(sq * sk for sq, sk in problem.items())
     pairs, rows, keys = problem.visible_pairs, problem.rows * problem.num_heads_q, problem.keys_needed
     queries = problem.queries_needed
@@ -128,7 +128,7 @@ def _work(said: Explanation) -> Iterator[str]:
 def _bounds(said: Explanation) -> Iterator[str]:
     if said.roofline is None or not said.roofline.bounds:
         return
-    doubt = ", estimated" if estimated(said.problem) else ""
+    doubt = ", estimated" if estimated(said.problem, said.roofline) else ""
     yield f"AT LEAST   for any implementation{doubt}; resources work at the same time, so the longest time is the bound"
     yield from table(said, of_kernel=False)
     yield from rates_of(said)

@@ -44,7 +44,8 @@ def _sheet(key: str, data: Mapping[str, Any]) -> DataSheet:
     given = {_in_bytes(name): value * 1024 if _in_kib(name, value) else value for name, value in data.items()}
     unknown = [name for name in given if name not in {f.name for f in fields(DataSheet)} | {"like"} or name == "key"]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is no field; fields are {', '.join(NEEDED)}, like, and those of the catalog")
+        needed = ", ".join(map(_in_file, NEEDED))
+        raise ValueError(f"{unknown[0]!r} is no field; fields are {needed}, like, and those of the catalog")
     base: dict[str, Any] = {}
     if "like" in given:
         other = find(str(given["like"]))
@@ -54,8 +55,8 @@ def _sheet(key: str, data: Mapping[str, Any]) -> DataSheet:
         base["name"] = f"{other.name} as in {key}.toml"
         del given["like"]
     if missing := [name for name in NEEDED if name not in base | given]:
-        raise ValueError(f"{', '.join(missing)} missing; give them, or like = a card of the catalog")
-    _check(given)
+        raise ValueError(f"{', '.join(map(_in_file, missing))} missing; give them, or like = a card of the catalog")
+    _check({name: value for name, value in data.items() if name != "like"})  # messages name the fields of the file
     values = base | given
     arch = values["arch"]
     if arch not in ARCHS:
@@ -87,6 +88,11 @@ def _rates_of_arch(arch: str, float16: float) -> dict[str, float]:
 
 def _in_bytes(name: str) -> str:
     return name.removesuffix("_kib") + "_bytes" if name.endswith("_kib") else name
+
+
+def _in_file(name: str) -> str:
+    """Returns the name that the documentation gives a field: L2 is stated in KiB."""
+    return "l2_kib" if name == "l2_bytes" else name
 
 
 def _in_kib(name: str, value: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from warpwave import precision as arithmetics
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
+from warpwave.kernels.large_head_dim.latent_host import is_latent
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Work
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
 from warpwave.workbench.hardware.measure import Ceilings
@@ -194,8 +195,22 @@ def roofline(
     return Roofline(rates, tuple(bounds), best.name if best else "", problem.pairs_are_exact)
 
 
-def estimated(problem: AttentionProblem) -> str:
-    """Returns why the visible pairs of a call are an estimate, and its bounds with them; empty if they are exact."""
+def estimated(problem: AttentionProblem, known: Roofline | None) -> str:
+    """Returns why a call's bound is an estimate; empty if it is exact.
+
+    Args:
+        known: the bounds, of which memory may depend on whether v is part of k. None leaves that out.
+    """
+    if why := uncounted(problem):
+        return why
+    binding = None if known is None else known.of_problem.binding
+    if binding is not None and binding.resource == "memory" and is_latent(problem):
+        return "k and v count as two tensors; if v is part of k, as in a latent cache, fewer bytes are read"
+    return ""
+
+
+def uncounted(problem: AttentionProblem) -> str:
+    """Returns why the visible pairs of a call are an estimate; empty if they are exact."""
     if problem.pairs_are_exact:
         return ""
     if problem.packed and problem.lengths is None:
@@ -340,7 +355,7 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
     read_or_written = ("dout", queries) if work.is_backward else ("out", rows)
     parts = {
         "q": queries * problem.head_dim * size,
-        "k": keys * problem.head_dim * size,
+        "k": keys * problem.head_dim * DTYPE_BYTES[problem.dtype_of_k],
         "v": keys * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_v],
         read_or_written[0]: read_or_written[1] * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
     }
