@@ -7,9 +7,9 @@ from tests.mutants.mutant import Mutant
 OF_TORCH, OF_FLASH_ATTN = "integrations/pytorch.py", "integrations/flash_attn.py"
 OF_FLASH_OPERATORS = "integrations/pytorch_flash.py"
 OF_TRANSFORMERS, OF_VLLM = "integrations/transformers.py", "integrations/vllm.py"
-IN_TORCH, IN_FLASH_ATTN, IN_CACHES, IN_TRANSFORMERS, IN_VLLM = (
-    "../integrations/test_{name}.py::"
-    for name in ("pytorch", "flash_attn", "flash_attn_caches", "transformers", "vllm")
+IN_TORCH, IN_FLASH_OPERATORS, IN_FLASH_ATTN, IN_CACHES, IN_TRANSFORMERS, IN_VLLM = (
+    f"../integrations/test_{name}.py::"
+    for name in ("pytorch", "pytorch_flash", "flash_attn", "flash_attn_caches", "transformers", "vllm")
 )
 
 INTEGRATIONS = [
@@ -31,12 +31,12 @@ INTEGRATIONS = [
     Mutant(
         "flash operators: the backward has another seed", OF_FLASH_OPERATORS,
         "random_state.view(torch.int64)", "random_state.view(torch.int64).flip(0)",
-        "../integrations/test_pytorch_flash.py::test_the_flash_operators_keep_the_seed_of_dropout", "", "not close",
+        f"{IN_FLASH_OPERATORS}test_the_flash_operators_keep_the_seed_of_dropout", "", "not close",
     ),
     Mutant(
         "flash operators: a causal mask that sees one key more", OF_FLASH_OPERATORS,
         "0 if is_causal else", "1 if is_causal else",
-        "../integrations/test_pytorch_flash.py::test_the_flash_operator_of_dense_calls", "", "not close",
+        f"{IN_FLASH_OPERATORS}test_the_flash_operator_of_dense_calls", "", "not close",
     ),
     Mutant(
         "flash_attn: the right side of a window taken from the left", OF_FLASH_ATTN,
@@ -45,7 +45,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "flash_attn: deterministic lost", OF_FLASH_ATTN,
-        '"deterministic": True if deterministic else None', '"deterministic": None',
+        'host_bool("deterministic", deterministic) or None', "None",
         f"{IN_FLASH_ATTN}test_deterministic", "2", "[True, None]",
     ),
     Mutant(

@@ -75,6 +75,13 @@ def test_mutant_changes_one_place(mutant: Mutant) -> None:
     assert mutant.new not in text or mutant.new in mutant.old
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_names_a_test(mutant: Mutant) -> None:
+    file, _, function = mutant.test.partition("::")
+    text = (ROOT / "tests/conformance" / file).read_text()
+    assert not function or f"def {function}(" in text
+
+
 def test_there_are_enough() -> None:
     assert len(NAMED) == 11
     assert len(MUTANTS) >= 40

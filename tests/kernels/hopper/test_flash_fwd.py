@@ -211,6 +211,15 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((64, 64), {"seqlen_q": 128, "seqlen_k": 8192, "batch": 4}, flash_fwd.Config(64, 128, 2, 2)),
         ((64, 64), {"seqlen_q": 512, "seqlen_k": 2048, "batch": 16, "causal": Causal()}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"seqlen_q": 1024, "seqlen_k": 2048, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3)),
+        ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8192, "causal": Causal()}, flash_fwd.Config(128, 128, 2)),
+        ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8191, "causal": Causal()}, flash_fwd.Config(192, 64, 4)),
+        ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8192, "window_size": (4096, 0)}, flash_fwd.Config(192, 64, 4)),
+        ((128, 128), {"seqlen_q": 4096, "seqlen_k": 16384, "causal": Causal()}, flash_fwd.Config(192, 64, 4)),
+        (
+            (128, 128),
+            {"seqlen_q": 1024, "seqlen_k": 8192, "page_size": 64, "dtype_kv": "int8", "kv_factors": "head"},
+            flash_fwd.Config(192, 64, 4),
+        ),
         # Packed calls of grouped heads.
         (
             (128, 128),

@@ -307,7 +307,9 @@ def own_probabilities(scores, scale, m, alpha, l_i, MAYBE_EMPTY: gl.constexpr, R
     shift = m
     if MAYBE_EMPTY:
         shift = gl.where(m == float("-inf"), 0.0, m)
-    if RAISES:  # rounded, so the exponent of the largest may differ from the lead by 3e-7: out is bfloat16, or no lead
+    if RAISES:
+        # Rounded, so the exponent of the largest may differ from the lead by 3e-7. The rounding of a bfloat16 out hides
+        # that; with float16 queries there is no lead.
         shift = shift - RAISE
     factor = scale
     if has_offset(scale):

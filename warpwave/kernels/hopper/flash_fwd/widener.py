@@ -3,8 +3,8 @@
 The producer copies tiles of 8 bits into rings of their own. The widener empties these into the rings that the consumers
 read. K and V become float16, which holds every number of float8 and int8. A conversion of float8 to float16 takes half
 an instruction a number, one to bfloat16 takes two. Consumers therefore convert queries of bfloat16 to float16 as well,
-divided by a power of two. Probabilities are in float16 too. Its range would lose small ones where bfloat16's does not,
-or beside the factor of a token, so they are multiplied by 2^softmax.RAISE there.
+divided by a power of two. Probabilities are in float16 too. Beside bfloat16 queries or factors of tokens, small ones
+would leave its range, so they are multiplied by 2^softmax.RAISE.
 
 The producer has one warp of a warpgroup, and the widener two of the others, which are idle in other calls.
 """
