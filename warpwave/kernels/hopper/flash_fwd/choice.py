@@ -376,9 +376,9 @@ RULES: tuple[Rule[Config], ...] = (
         lambda c: (
             c.width > 64
             and c.is_plain
-            and c.is_chunk
             and c.problem.dtype_kv is None
             and c.problem.seqlen_k >= 8192
+            and c.is_chunk
             and c.rows_per_sm(192) > 1.06 * c.rows_per_sm(128)
         ),
         (Config(128, 128, 2),),
