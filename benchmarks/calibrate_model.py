@@ -51,6 +51,7 @@ LOGS = (
     "hopper-float32-fp16",
     "hopper-large-head-dim",
     "hopper-tiles-of-192",
+    "latents",
 )
 
 

@@ -1,8 +1,9 @@
 """Measured points for `benchmarks.calibrate_model`, from records and from the logs of sweeps.
 
-`.jsonl` files are records of `warpwave bench --out`. `.log` files have three older formats of the H200: lines of
+`.jsonl` files are records of `warpwave bench --out`. `.log` files have older formats of the H200: lines of
 `head_dim batch seqlen mask 64x64w4s3:354 ...` in TFLOP/s (sweeps of flash_fwd; `B` marks a line with a variant that was
-not kept), the tuning log of hopper/flash_fwd with ratios to cuDNN, and three_kernel's sweep of product implementations.
+not kept), the tuning log of hopper/flash_fwd with ratios to cuDNN, three_kernel's sweep of product implementations, and
+latent caches by numbers of splits.
 Gradients are in lines of `benchmarks.time_gradients`, and in the `.json` of `benchmarks.gradients` and
 `benchmarks.two_trees`.
 """
@@ -21,7 +22,7 @@ from typing import Any
 from benchmarks import gradients, portable
 from warpwave import dispatch
 from warpwave.gpu import Gpu
-from warpwave.kernels import flash_bwd, flash_fwd, three_kernel
+from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, three_kernel
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
@@ -86,6 +87,8 @@ def points(path: Path) -> list[Point]:
         return list(_of_three_kernel(lines))
     if "hopper-large" in path.name:
         return list(_of_hopper_large(lines))
+    if "latents" in path.name:
+        return list(_of_latents(lines))
     if "float32-fp16" in path.name:
         return list(_of_float32(lines))
     if "tiles-of-192" in path.name:
@@ -255,6 +258,21 @@ def _of_hopper_large(lines: Sequence[str]) -> Iterator[Point]:
             us = problem.flops / int(found[5]) * 1e-6
             name = f"d{found[2]} 1x{found[1]} {found[3]} hopper/large_head_dim"
             yield Point(hopper_large_head_dim, config, problem, us, False, name)
+
+
+def _of_latents(lines: Sequence[str]) -> Iterator[Point]:
+    """Reads the launch for latents by its number of splits, timed in a CUDA graph that reads one cache."""
+    for line in lines:
+        found = re.match(r"(\d+)/(\d+), one tensor, (\d+) x (\d+)(?:, pages of (\d+))?:", line)
+        if not found:
+            continue
+        head_dim, head_dim_v, batch, keys, page_size = (int(x or 0) for x in found.groups())
+        sizes: dict[str, Any] = {"seqlen_k": keys, "num_heads_kv": 1, "head_dim_v": head_dim_v, "page_size": page_size}
+        problem = replace(problem_of(head_dim, batch, 1, 16, "bfloat16", None), **sizes, v_in_k=True)
+        config = large_head_dim.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+        for splits, us in re.findall(r"[,;:] (?:map )?x(\d+) (?:p8 w4 pdl )?([\d.]+) us", line):
+            name = f"latents {batch}x{keys} pages of {page_size} x{splits}"
+            yield Point(large_head_dim, replace(config, num_splits=int(splits)), problem, float(us), True, name, True)
 
 
 def _of_float32(lines: Sequence[str]) -> Iterator[Point]:

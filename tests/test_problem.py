@@ -225,6 +225,7 @@ CHANGED: dict[str, Any] = {
     "descale_blocks": (0, 64, 0),
     "dtype_kv": "int8",
     "kv_factors": "token",
+    "v_in_k": True,
 }
 
 

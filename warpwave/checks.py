@@ -475,6 +475,11 @@ def check_problem(problem: AttentionProblem) -> None:
             f"error_budget is {budget!r}, dtype {problem.dtype} and precision {problem.precision!r}; a budget is "
             "between 0 and 1, of float32 inputs, instead of a named precision"
         )
+    if problem.v_in_k and (problem.head_dim_v > problem.head_dim or problem.dtype_of_v != problem.dtype_of_k):
+        raise InvalidInput(
+            f"v_in_k is True, and v has head_dim {problem.head_dim_v} and dtype {problem.dtype_of_v}, k has "
+            f"{problem.head_dim} and {problem.dtype_of_k}; v must be the first columns of k"
+        )
     dropout.check_problem(problem)
     descales.check_problem(problem)
     cache_descales.check_problem(problem)

@@ -152,6 +152,8 @@ class AttentionProblem:
             all tokens of a head do. None if nothing is quantized.
         dtype_kv: of K and V in a paged cache of 8-bit numbers, `"float8_e4m3fn"` or `"int8"`; None: `dtype`.
         kv_factors: what shares a factor of such a cache: `"head"`, or `"token"` for each head of each token.
+        v_in_k: whether v is the first head_dim_v columns of k, as in a latent cache, so that memory holds them once.
+            Kernels find this out from the tensors; `explain` states it for its bounds.
     """
 
     batch: int
@@ -189,6 +191,7 @@ class AttentionProblem:
     descale_blocks: tuple[int, int, int] | None = None
     dtype_kv: str | None = None
     kv_factors: str | None = None
+    v_in_k: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -354,7 +357,17 @@ class AttentionProblem:
     @property
     def bytes_of_key(self) -> int:
         """Returns the bytes of a key and its value, of one kv head, without factors."""
-        return self.head_dim * DTYPE_BYTES[self.dtype_of_k] + self.head_dim_v * DTYPE_BYTES[self.dtype_of_v]
+        return self.head_dim * DTYPE_BYTES[self.dtype_of_k] + self.bytes_of_value
+
+    @property
+    def bytes_of_value(self) -> int:
+        """Returns the bytes of a value, of one kv head, beside its key; 0 if it is part of the key."""
+        return 0 if self.v_in_k else self.head_dim_v * DTYPE_BYTES[self.dtype_of_v]
+
+    @property
+    def looks_latent(self) -> bool:
+        """Returns whether v is likely to be part of k, by the widths: one kv head, wider than its values."""
+        return self.num_heads_kv == 1 and self.head_dim_v < self.head_dim
 
     def _bytes_of_factors(self) -> int:
         """Returns the bytes of the factors of q, k and v: one number for each block of tokens, or one for a tensor; of
@@ -450,6 +463,8 @@ class AttentionProblem:
             parts.append(f"cache in pages of {self.page_size}")
         if self.dtype_kv:
             parts.append(f"k and v {self.dtype_kv}, a factor for each {self.kv_factors}")
+        if self.v_in_k:
+            parts.append("v in k")
         if self.batch_invariant:
             parts.append("batch-invariant")
         if self.dtype == "float32":

@@ -113,6 +113,9 @@ def _describe(
             min=0, metavar="TOKENS", help="Keys and values are in a paged cache, in pages of so many tokens; 0: not."
         ),
     ] = 0,
+    v_in_k: Annotated[
+        bool, typer.Option("--v-in-k", help="Values are the first columns of the keys, as in a latent cache.")
+    ] = False,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -173,7 +176,7 @@ def _describe(
 
     import torch
 
-    from warpwave.checks import describe_cached_call, describe_call
+    from warpwave.checks import check_problem, describe_cached_call, describe_call
     from warpwave.errors import InvalidInput
     from warpwave.operands import CachedOperands, Operands, QuantizedOperands
     from warpwave.options import Options, spell_precision
@@ -247,7 +250,9 @@ def _describe(
         problem = describe_cached_call(in_pages, options)
     else:
         problem = describe_call(operands, options)
+    problem = replace(problem, v_in_k=v_in_k)
     try:
+        check_problem(problem)
         check_size(problem)
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 import warpwave
@@ -54,6 +56,28 @@ def test_a_quantized_call_is_explained_from_its_tensors() -> None:
         warpwave.explain(problem, out_dtype=torch.float16)
     with pytest.raises(warpwave.InvalidInput, match="an AttentionProblem, which holds all options of its call"):
         warpwave.explain(problem, k_descale=found.k_descale)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "fake"])
+def test_a_v_that_is_part_of_k_is_read_once(device: str) -> None:
+    with FakeTensorMode() if device == "fake" else contextlib.nullcontext():
+        where = "cpu" if device == "fake" else device
+        q, k, v = (torch.zeros(2, n, h, 576, device=where).bfloat16() for n, h in ((1, 16), (300, 1), (300, 1)))
+        views = {"one tensor": k[..., :512], "k itself": k, "a copy": v[..., :512], "later columns": k[..., 64:]}
+        said = {name: warpwave.explain(q, k, of_v, gpu="h200") for name, of_v in views.items()}
+    assert {name: of.problem.v_in_k for name, of in said.items()} == {
+        "one tensor": True, "k itself": True, "a copy": False, "later columns": False,
+    }  # fmt: skip
+    of_k = 2 * 300 * 576 * 2
+    assert said["a copy"].compulsory_bytes - said["one tensor"].compulsory_bytes == of_k * 512 // 576
+
+
+def test_the_command_takes_a_v_that_is_part_of_k() -> None:
+    command = "explain --gpu h200 --batch 64 --seqlen-q 1 --seqlen-k 4096 --heads-kv 1 --head-dim 576 --head-dim-v"
+    result = CliRunner().invoke(app, [*command.split(), "512", "--v-in-k"])
+    assert result.exit_code == 0 and "v in k" in result.output and "v 0 B" in result.output, result.output
+    result = CliRunner().invoke(app, [*command.split(), "640", "--v-in-k"])
+    assert result.exit_code == 2 and "v_in_k is True, and v has head_dim 640" in " ".join(result.output.split())
 
 
 def on(card: str, **options: Any) -> Explanation:

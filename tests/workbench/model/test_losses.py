@@ -104,6 +104,10 @@ def test_a_time_on_a_latent_cache_is_not_refused() -> None:
     assert "estimated: k and v count as two tensors" in " ".join(str(found).split())
     prompt = explain(replace(latent, batch=1, seqlen_q=4096), gpu="h200")
     assert "estimated:" not in str(prompt), "products bind, however many tensors are read"
+    told = explain(replace(latent, v_in_k=True), gpu="h200", measured_us=81)
+    assert told.bounds is not None and told.losses is not None and told.prediction is not None
+    assert told.bounds.of_problem.time_us < 81 and not told.losses.warning and "estimated:" not in str(told)
+    assert told.prediction.low_us < 81 < told.prediction.high_us
     several = replace(latent, num_heads_kv=2)
     with pytest.raises(InvalidInput, match="no implementation"):
         explain(several, gpu="h200", measured_us=81)

@@ -351,6 +351,19 @@ def test_keys_and_values_of_a_cache_of_8_bits_are_a_byte_each() -> None:
     assert tensor_bytes(problem) == {"q": row, "k": cells, "v": cells, "out": row, "the rest": pages + factors}
 
 
+def test_values_that_are_part_of_keys_are_read_once() -> None:
+    problem = AttentionProblem(
+        batch=64, seqlen_q=1, seqlen_k=4096, num_heads_q=16, num_heads_kv=1, head_dim=576, head_dim_v=512,
+        dtype="bfloat16", softmax_scale=0.1,
+    )  # fmt: skip
+    two, one = (tensor_bytes(replace(problem, v_in_k=in_k)) for in_k in (False, True))
+    assert one == two | {"v": 0} and two["v"] == 64 * 4096 * 512 * 2
+    assert (
+        two["k"] + two["v"] - (one["k"] + one["v"])
+        == problem.compulsory_bytes - replace(problem, v_in_k=True).compulsory_bytes
+    )
+
+
 def test_queries_that_see_no_key_are_not_read() -> None:
     """Causal masks end at the last key, so of 8,192 queries on 1,024 keys the first 7,168 see none."""
     problem = AttentionProblem(

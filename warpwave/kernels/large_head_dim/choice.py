@@ -111,7 +111,7 @@ class Call:
     @property
     def is_latent(self) -> bool:
         """Returns whether the launch for latent caches can run the call, and v is likely to be part of k."""
-        return latent.is_latent(self.problem) and not latent.cannot(self.problem, self.gpu)
+        return self.problem.looks_latent and not latent.cannot(self.problem, self.gpu)
 
     @property
     def is_one_stage(self) -> bool:
@@ -298,7 +298,7 @@ def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
         return 1
     block_v, v_pieces = columns_of(problem, config)
     width = -(-problem.head_dim // config.block_d) * config.block_d
-    values = 0 if latent.is_latent(problem) else block_v * v_pieces  # in a latent cache they are part of the tile of k
+    values = 0 if problem.looks_latent else block_v * v_pieces  # in a latent cache they are part of the tile of k
     tiles = max(1, config.num_stages - 1) * config.block_n * (width + values)
     taken = DTYPE_BYTES[problem.dtype] * (config.block_m * width + tiles) + 4096
     return 2 if 2 * taken <= gpu.smem_per_block_bytes else 1

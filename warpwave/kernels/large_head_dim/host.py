@@ -204,7 +204,7 @@ def _constants(
 ) -> dict[str, int | bool | str]:
     """Returns the compile-time arguments of the kernel, by name."""
     block_v, v_pieces = columns_of(problem, config)
-    in_k = latent.is_one_tensor(operands) and config.q_resident and config.v_parts == 1 and block_v == config.block_d
+    in_k = latent.is_one_tensor(operands) and _can_share_tiles(config, block_v)
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -236,6 +236,11 @@ def _blocks(problem: AttentionProblem, config: Config) -> int:
 # What it costs --------------------------------------------------------------------------------------------------------
 
 
+def _can_share_tiles(config: Config, block_v: int) -> bool:
+    """Returns whether a tile of k is read once for both products if v is part of k."""
+    return config.q_resident and config.v_parts == 1 and block_v == config.block_d
+
+
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what the launches move and compute: whole tiles, padding included; q once for each tile of keys if it is
     not resident, k once for each part of the columns of v."""
@@ -248,6 +253,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     rows = problem.rows * problem.num_heads_q
     resident = rows if config.q_resident else visited * config.block_m
     beside = bytes_per_score(problem)
+    by_latents = problem.v_in_k and config.by_map and not latent.cannot(problem, gpu)
+    is_once = by_latents or (problem.v_in_k and _can_share_tiles(config, block_v))
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     workspace = partials.workspace_bytes(problem, config.num_splits) if config.num_splits > 1 else 0
     multiply_adds = " multiply-adds" if size == 4 and dot_precision(problem, gpu) == "ieee" else ""
@@ -261,7 +268,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         flops=2 * (scores * width + visited * config.block_m * config.block_n * columns),
         exponentials=scores,
         read_bytes=size * config.v_parts * (resident + visited * config.block_n) * problem.head_dim
-        + size * visited * config.block_n * problem.head_dim_v
+        + visited * config.block_n * (0 if is_once else size * problem.head_dim_v)
         + scores * beside,
         write_bytes=workspace or out_bytes,
         smem_bytes=smem_bytes(problem, gpu, config),
@@ -277,7 +284,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         scratch_bytes=workspace,
         smem_margin=4 * config.block_m * config.block_n + 1024,
         order=launch_order(problem, config.block_m, config.block_n, heads, config.num_splits * config.v_parts, True),
-        loop=_loop(problem, config, float32),
+        loop="latents" if by_latents else _loop(problem, config, float32),
         conversions=conversions(problem, gpu, visited * config.v_parts * split, config.block_m, config.num_warps),
         cut=of_tiles.cut * config.v_parts,
         items=of_tiles.items * config.v_parts * config.num_splits,

@@ -146,11 +146,6 @@ def specify_merge(
 # Rules ----------------------------------------------------------------------------------------------------------------
 
 
-def is_latent(problem: AttentionProblem) -> bool:
-    """Returns whether v is likely to be part of k, by the widths: one kv head, wider than its values."""
-    return problem.num_heads_kv == 1 and problem.head_dim_v < problem.head_dim
-
-
 def sequences(problem: AttentionProblem) -> int:
     """Returns the number of sequences for which tiles and splits are chosen: one if a result must not depend on the
     rest of the batch."""
@@ -167,7 +162,7 @@ def takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
     """
     places = 2 * gpu.assumed_sms
     shares = sequences(problem) * (problem.seqlen_k // 128)
-    return gpu.capability == 90 and is_latent(problem) and problem.head_dim <= 640 and shares >= places
+    return gpu.capability == 90 and problem.looks_latent and problem.head_dim <= 640 and shares >= places
 
 
 FEW_PARTS = 8  # partial results that merge at once

@@ -84,6 +84,7 @@ PROBLEM = Table(
         "descale_blocks": OrNone(ListOf(Integer(0, 128), 3, 3)),
         "dtype_kv": OrNone(OneOf(("float8_e4m3fn", "int8"))),
         "kv_factors": OrNone(OneOf(("head", "token"))),
+        "v_in_k": Flag(),
     },
 )
 VERDICT = Table(

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from warpwave import precision as arithmetics
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost
-from warpwave.kernels.large_head_dim.latent_host import is_latent
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Work
 from warpwave.workbench.hardware.catalog import DataSheet, data_sheet
 from warpwave.workbench.hardware.measure import Ceilings
@@ -204,8 +203,8 @@ def estimated(problem: AttentionProblem, known: Roofline | None) -> str:
     if why := uncounted(problem):
         return why
     binding = None if known is None else known.of_problem.binding
-    if binding is not None and binding.resource == "memory" and is_latent(problem):
-        return "k and v count as two tensors; if v is part of k, as in a latent cache, fewer bytes are read"
+    if binding is not None and binding.resource == "memory" and problem.looks_latent and not problem.v_in_k:
+        return "k and v count as two tensors; if v is part of k, as in a latent cache (--v-in-k), fewer bytes are read"
     return ""
 
 
@@ -356,7 +355,7 @@ def tensor_bytes(problem: AttentionProblem, work: Work | None = None) -> dict[st
     parts = {
         "q": queries * problem.head_dim * size,
         "k": keys * problem.head_dim * DTYPE_BYTES[problem.dtype_of_k],
-        "v": keys * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_v],
+        "v": keys * problem.bytes_of_value,
         read_or_written[0]: read_or_written[1] * problem.head_dim_v * DTYPE_BYTES[problem.dtype_of_out],
     }
     if work.is_backward:
