@@ -55,7 +55,7 @@ EXPECTED = [
     # 0: rows that are different problems; the last has 16 blocks; 1 MB fits L2; a latency-bound loop
     (0, "not comparable", ("33.44 MFLOP, 134.2 MFLOP, 33.48 MFLOP, 9.15 MFLOP",)),
     (0, "idle SMs", ("head_dim 8192", "16 blocks on 108 SMs")),
-    (0, "grid fills", ("1,024 blocks fill 108 SMs",)),
+    (0, "grid fills", ("128 blocks fill 108 SMs",)),
     (0, "latency", ("head_dim 2048", "no unit is busy", "4.4% of the busy scalar units")),
     (0, "intensity", ("0.47 FLOP a byte", "0.50")),
     (0, "re-reads", ("each key is read 16 times",)),
@@ -269,7 +269,7 @@ def test_the_command_takes_a_printed_table_with_the_calls_options() -> None:
     assert "idle SMs: theirs: 1 block on 28 SMs" in said.output
     assert "smem_bytes: blocks that an SM holds at once" in said.output
     data = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
-    assert list(data["not_said"]) == ["smem_bytes"] and data["assumed"] == []
+    assert list(data["not_said"]) == ["smem_bytes"] and data["assumed"] == ["batch 1", "no causal mask"]
 
 
 def test_the_command_reads_standard_input() -> None:
@@ -287,7 +287,7 @@ def test_what_is_not_said_is_listed_with_the_rules_that_are_silent() -> None:
     said = CliRunner().invoke(app, ["explain", "--from-table", str(PRINTED / "case_report_4.md")]).output
     assert "seqlen, heads, head_dim, tflops: shares of the units' rates, latency" in said
     assert "the card (--gpu): thread blocks against SMs" in said
-    assert "assumed    dtype float32" in said
+    assert "assumed    batch 1, dtype float32, no causal mask" in said
 
 
 def test_the_page_of_a_case_report_prints_what_the_command_says() -> None:
