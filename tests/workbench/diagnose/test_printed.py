@@ -274,7 +274,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | bytes, words: 
 def test_sizes_in_exponents_are_read_and_unknown_units_are_not(tmp_path: Path) -> None:
     text = "seqlen,ours_us\n1e3,100\n2.5E+3,400\n4M,900\n8k,1000\n'16384 tokens',3000\n".replace("'", "")
     document = _load(tmp_path, text, "t.csv")
-    assert [row.call.seqlen for row in document.rows] == [1000, 2500, None, 8192, 16384]
+    assert [row.call.seqlen for row in document.rows] == [1000, 2500, 8192, 16384]
     assert document.unread == ("seqlen = 4M",)
 
 
@@ -362,7 +362,7 @@ def test_the_page_of_a_case_report_prints_what_the_command_says() -> None:
 @pytest.mark.parametrize("cell", ["1024,2048", "[512, 1024]", "512 1024", "512-1024", "512/1024"])
 def test_a_cell_with_several_lengths_is_not_read_as_one(tmp_path: Path, cell: str) -> None:
     document = _load(tmp_path, f"| seqlen | ours (ms) |\n|--|--|\n| {cell} | 1 |\n| 2,048 | 2 |\n")
-    assert [r.call.seqlen for r in document.rows] == [None, 2048] and document.unread == (f"seqlen = {cell}",)
+    assert [r.call.seqlen for r in document.rows] == [2048] and document.unread == (f"seqlen = {cell}",)
 
 
 @pytest.mark.parametrize("space", ["\u00a0", "\u202f"])
@@ -398,3 +398,13 @@ def test_of_several_statistics_one_is_read_whatever_their_order(tmp_path: Path, 
 def test_of_two_columns_of_one_figure_the_first_is_read_and_the_other_listed(tmp_path: Path) -> None:
     document = _load(tmp_path, "seqlen,ours (ms),ours (us)\n512,1.2,1900\n", "t.csv")
     assert _rows(document) == [("theirs", 512, 1200.0)] and document.unread == ("ours (us)",)
+
+
+@pytest.mark.parametrize(
+    ("heading", "cell"), [("dtype", "int8"), ("causal", "maybe"), ("batch", "4M"), ("mask", "padding")]
+)
+def test_a_row_with_a_size_that_is_not_read_takes_no_default_for_it(tmp_path: Path, heading: str, cell: str) -> None:
+    good = {"dtype": "fp16", "causal": "no", "batch": "2", "mask": "causal"}[heading]
+    text = f"{heading};seqlen;ours (ms)\n{good};512;1\n{cell};1024;3\n"
+    document = _load(tmp_path, text, "t.csv")
+    assert _rows(document) == [("theirs", 512, 1000.0)] and document.unread == (f"{heading} = {cell}",)

@@ -123,16 +123,21 @@ def _lines(table: TextTable, call: Mapping[str, Any]) -> tuple[list[Line], list[
     times = [h for h in heads if h.name == "time_us"]
     total = next((h for h in times if re.match(r"total", h.owner, re.I) or not h.owner), None)
     parts = [h for h in times if total and h is not total and _is_part(h.owner)]
+    sized = [(i, head) for i, head in enumerate(heads) if head.kind == "size"]
+    known = [head for i, head in sized if any(size(head.name, row[i]) is not None for row in table.rows)]
     lines = []
     unread: dict[str, list[str]] = {}
     for row in table.rows:
         line: Line = {}
+        is_whole = True
         for head, text, cell in zip(heads, table.header, row, strict=True):
             is_part = any(head is part for part in parts)
             if not _read_cell(line, head, text, cell, is_part=is_part, caption=table.caption) and not is_nothing(cell):
                 unread.setdefault(text, []).append(cell)
+                # A default or an option in its place would make a different call of this row.
+                is_whole = is_whole and not any(head is each for each in known)
         _add_keys(line, call)
-        if line:
+        if line and is_whole:
             lines.append(line)
     shown = [text for head, text in zip(heads, table.header, strict=True) if head.kind == "unknown" and text]
     return lines, [*shown, *(words for text, cells in unread.items() for words in _unread_cells(text, cells))]
