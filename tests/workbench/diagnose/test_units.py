@@ -191,6 +191,13 @@ def test_the_full_card_of_a_table_does_not_depend_on_the_order_of_its_rows() -> 
     assert said[0] == said[1] and "256 blocks fill 58 SMs" in said[0]
 
 
+def test_times_in_mixed_units_have_no_fixed_cost() -> None:
+    """A time that was written in the wrong unit makes the least squares of relative errors singular."""
+    rows = [[512, 1.2e6], [1024, 0.9e6], [2048, 0.5]]
+    document = _table("l4", "seqlen", rows, {"block_m": 64, "block_n": 64}, heads=16, head_dim=64)
+    assert "launch" not in _kinds(document) and "contradiction" in _kinds(document)
+
+
 def test_a_small_size_that_leaves_sms_idle_is_no_cause_if_the_largest_fills_the_card() -> None:
     rows = [[128, 20.0], [4096, 9000.0]]
     document = _table("l4", "seqlen", rows, {"block_m": 64, "block_n": 64, "unit": "matrix"}, heads=16, head_dim=64)
