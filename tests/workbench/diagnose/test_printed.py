@@ -408,3 +408,12 @@ def test_a_row_with_a_size_that_is_not_read_takes_no_default_for_it(tmp_path: Pa
     text = f"{heading};seqlen;ours (ms)\n{good};512;1\n{cell};1024;3\n"
     document = _load(tmp_path, text, "t.csv")
     assert _rows(document) == [("theirs", 512, 1000.0)] and document.unread == (f"{heading} = {cell}",)
+
+
+@pytest.mark.parametrize("between", ["2048", "# out of memory with torch", "and longer:", ""])
+@pytest.mark.parametrize("mark", [",", ";", " | "])
+def test_rows_after_a_remark_belong_to_the_table_above(tmp_path: Path, between: str, mark: str) -> None:
+    lines = ["B=2, H=4, D=64", "seqlen,ours (ms),speedup", "512,1,2x", between, "1024,3,2.1x", "", "2048,9,2.2x"]
+    document = _load(tmp_path, "\n".join([lines[0], *(line.replace(",", mark) for line in lines[1:])]) + "\n", "t.csv")
+    assert _rows(document) == [("theirs", 512, 1000.0), ("theirs", 1024, 3000.0), ("theirs", 2048, 9000.0)]
+    assert {row.call.heads for row in document.rows} == {4} and {row.table for row in document.rows} == {"the table"}

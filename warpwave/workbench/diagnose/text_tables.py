@@ -86,23 +86,36 @@ def text_tables(text: str) -> list[TextTable]:
         Unreadable: the tables have too many cells.
     """
     lines = [line.rstrip() for line in repaired(text).splitlines()]
-    found: list[TextTable] = []
+    parts: list[tuple[str, list[str], str, int]] = []  # caption, lines, kind and columns of each table
     caption, block, kind = "", list[str](), ""
     for line in [*lines, ""]:
         of_line = _kind(line)
         if of_line != kind and block:
-            made = list(_text_table(caption, block, kind))
-            found += made
-            # A line of text may have the commas of a table: "B=4, H=32, D=64, causal".
-            caption, block = "" if made else _caption(block[-1]), []
+            made = next(_text_table(caption, block, kind), None)
+            if parts and kind == parts[-1][2] and _continues(parts[-1][3], block, kind):
+                parts[-1][1].extend(block)
+                caption = ""
+            elif made is not None:
+                parts.append((caption, block, kind, len(made.header)))
+                caption = ""
+            else:  # a line of text may have the commas of a table: "B=4, H=32, D=64, causal"
+                caption = _caption(block[-1])
+            block = []
         kind = of_line
         if kind:
             block.append(line)
         elif line.strip() and not _is_rule(line):
             caption = _caption(line)
+    found = [table for above, part, of_part, _ in parts for table in _text_table(above, part, of_part)]
     if sum(len(table.header) * len(table.rows) for table in found) > MOST_CELLS:
         raise Unreadable(f"too large: its tables have more than {MOST_CELLS:,} cells")
     return found
+
+
+def _continues(columns: int, block: list[str], kind: str) -> bool:
+    """Returns whether lines are more rows of the table above a remark: as many cells, which all start with numbers."""
+    first = next(iter(_split(block, kind)), [])
+    return len(first) == columns and all(re.match(r"\s*[~≈]?[\d.]", cell) for cell in first)
 
 
 def _caption(line: str) -> str:
@@ -130,7 +143,8 @@ def _is_rule(line: str) -> bool:
     return bool(line.strip()) and not re.sub(r"[\s|+=:\-─-╿]", "", line)
 
 
-def _text_table(caption: str, block: list[str], kind: str) -> Iterator[TextTable]:
+def _split(block: list[str], kind: str) -> list[list[str]]:
+    """Returns the cells of the lines of a table."""
     if kind == "|":
         lines = [_cells(line) for line in block if not _is_rule(line)]
     elif kind == "spaces":
@@ -141,6 +155,11 @@ def _text_table(caption: str, block: list[str], kind: str) -> Iterator[TextTable
         lines = list(csv.reader(block, delimiter=kind, skipinitialspace=True))
         if kind == ";":  # where commas are decimal points, fields are separated by semicolons
             lines = [[_with_point(cell) for cell in cells] for cells in lines]
+    return lines
+
+
+def _text_table(caption: str, block: list[str], kind: str) -> Iterator[TextTable]:
+    lines = _split(block, kind)
     rows = [tuple(cleaned(cell) for cell in cells) for cells in lines]
     rows = [cells for cells in rows if any(cells)]
     while rows and not _is_heading(rows[0]):
