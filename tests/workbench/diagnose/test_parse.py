@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from warpwave.errors import InvalidInput
 from warpwave.workbench.cli import app
-from warpwave.workbench.diagnose.facts import flops, tensor_bytes
-from warpwave.workbench.diagnose.parse import TableError, load, parse
+from warpwave.workbench.diagnose.facts import flops, tensor_bytes, visible_pairs
+from warpwave.workbench.diagnose.parse import Call, TableError, load, parse
 from warpwave.workbench.diagnose.rules import diagnose
 from warpwave.workbench.diagnose.text import run
 
@@ -53,6 +53,12 @@ def test_a_backward_is_held_against_its_own_work() -> None:
     assert flops(document.rows[0].call) == 14 * 2 * 128 * 128 * 64
     # q, k, v and out; then q, k, v, dO and three gradients.
     assert tensor_bytes(document.rows[0].call) == 2 * 2 * 128 * 64 * (4 + 7)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (4, 2), (2, 4), (1, 5), (5, 1)])
+def test_the_causal_mask_is_aligned_to_the_last_key(queries: int, keys: int) -> None:
+    seen = sum(key <= query + keys - queries for query in range(queries) for key in range(keys))
+    assert visible_pairs(Call(heads=1, seqlen=queries, seqlen_k=keys, causal=True)) == seen
 
 
 @pytest.mark.parametrize(

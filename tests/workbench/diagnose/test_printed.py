@@ -55,7 +55,7 @@ EXPECTED = [
     # 0: rows that are different problems; the last has 16 blocks; 1 MB fits L2; a latency-bound loop
     (0, "not comparable", ("33.44 MFLOP, 134.2 MFLOP, 33.48 MFLOP, 9.15 MFLOP",)),
     (0, "idle SMs", ("head_dim 8192", "16 blocks on 108 SMs")),
-    (0, "grid fills", ("1,024 blocks fill 108 SMs",)),
+    (0, "grid fills", ("128 blocks fill 108 SMs",)),
     (0, "latency", ("head_dim 2048", "no unit is busy", "4.4% of the busy scalar units")),
     (0, "intensity", ("0.47 FLOP a byte", "0.50")),
     (0, "re-reads", ("each key is read 16 times",)),
@@ -182,6 +182,55 @@ def test_what_triton_prints_is_read_with_its_caption(tmp_path: Path) -> None:
     assert time_us(row) == pytest.approx(10 * 64 * 128 * 524_800 / 98.7e6)
 
 
+@pytest.mark.parametrize("gap", ["", "\n"])
+@pytest.mark.parametrize(
+    "table", ["seqlen,ours_ms,torch_ms\n512,0.9,0.1\n", "  seqlen  ours (us)  torch (us)\n0  512  900  100\n"]
+)
+@pytest.mark.parametrize(("words", "causal"), [("causal", True), ("non-causal", False), ("causal=True", True)])
+def test_a_line_of_sizes_with_commas_is_the_caption(
+    tmp_path: Path, gap: str, table: str, words: str, causal: bool
+) -> None:
+    row = _load(tmp_path, f"# H100, B=4, H=32, head_dim = 128, bf16, {words}\n{gap}{table}", "t.csv").rows[0]
+    call = row.call
+    assert (call.batch, call.heads, call.head_dim, call.seqlen) == (4, 32, 128, 512)
+    assert (call.dtype, call.causal, row.time_us) == ("bfloat16", causal, 900.0)
+
+
+@pytest.mark.parametrize("words", ["fp16 against fp32, causal and non-causal, H=2", "My fp16 kernel, causal:"])
+def test_a_caption_with_both_masks_or_dtypes_or_without_sizes_states_none(tmp_path: Path, words: str) -> None:
+    call = _load(tmp_path, f"{words}\n\n| seqlen | ours (ms) |\n|--|--|\n| 512 | 1 |\n").rows[0].call
+    assert (call.dtype, call.causal) == ("float32", False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[fwd] B=8, H=12, N=1024 | time: 1.2 ms | 20.9 TFLOPs\n[fwd] B=8, H=12, N=2048 | time: 4.7 ms | 21.8 TFLOPs\n",
+        "1024, 0.5 ms\n2048, 1.9 ms\n",
+        "mine  S=1024  H=16 D=64: 0.5 ms\nmine  S=2048  H=16 D=64: 1.9 ms\n",
+    ],
+)
+def test_lines_of_measurements_without_headings_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(TableError, match=r"has no table.*with a line of headings"):
+        _load(tmp_path, text, "t.txt")
+
+
+def test_headings_that_repeat_a_size_are_headings(tmp_path: Path) -> None:
+    document = _load(tmp_path, "Time (ms)\n| seqlen | D=64 | D=128 |\n|--|--|--|\n| 512 | 1 | 2 |\n")
+    assert [(r.series, r.time_us) for r in document.rows] == [("D=64", 1000.0), ("D=128", 2000.0)]
+
+
+@pytest.mark.parametrize("heading", ["nheads_kv", "nheads_k", "num_heads_k", "heads_k", "n_kv_heads"])
+def test_kv_heads_of_a_decode_are_read_and_set_its_bytes(tmp_path: Path, heading: str) -> None:
+    """2 x 16 x 8 x 16384 keys x 128 x 2 bytes are 1.07 GB: 400 us on an H100 are 80 % of its bandwidth."""
+    text = f"seqlen_q,seqlen_k,batch,nheads,{heading},headdim,ours (us)\n1,16384,16,32,8,128,400\n"
+    (tmp_path / "t.csv").write_text(text)
+    document = load(tmp_path / "t.csv", Given(gpu="h100", call={"dtype": "bfloat16"}))
+    assert document.rows[0].call.heads_kv == 8 and document.unread == ()
+    cause = next(f for f in diagnose(document) if f.is_cause)
+    assert cause.kind == "memory" and "at 80% of the bandwidth" in cause.text
+
+
 def test_heads_follow_from_time_times_rate(tmp_path: Path) -> None:
     text = "seqlen,ours (ms),TFLOP/s\n1024,1.003,4.282\n2048,2.006,8.564\n"
     (first, second) = implied(_load(tmp_path, text, "t.csv", head_dim=64)).rows
@@ -225,7 +274,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | bytes, words: 
 def test_sizes_in_exponents_are_read_and_unknown_units_are_not(tmp_path: Path) -> None:
     text = "seqlen,ours_us\n1e3,100\n2.5E+3,400\n4M,900\n8k,1000\n'16384 tokens',3000\n".replace("'", "")
     document = _load(tmp_path, text, "t.csv")
-    assert [row.call.seqlen for row in document.rows] == [1000, 2500, None, 8192, 16384]
+    assert [row.call.seqlen for row in document.rows] == [1000, 2500, 8192, 16384]
     assert document.unread == ("seqlen = 4M",)
 
 
@@ -269,7 +318,7 @@ def test_the_command_takes_a_printed_table_with_the_calls_options() -> None:
     assert "idle SMs: theirs: 1 block on 28 SMs" in said.output
     assert "smem_bytes: blocks that an SM holds at once" in said.output
     data = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
-    assert list(data["not_said"]) == ["smem_bytes"] and data["assumed"] == []
+    assert list(data["not_said"]) == ["smem_bytes"] and data["assumed"] == ["batch 1", "no causal mask"]
 
 
 def test_the_command_reads_standard_input() -> None:
@@ -287,7 +336,7 @@ def test_what_is_not_said_is_listed_with_the_rules_that_are_silent() -> None:
     said = CliRunner().invoke(app, ["explain", "--from-table", str(PRINTED / "case_report_4.md")]).output
     assert "seqlen, heads, head_dim, tflops: shares of the units' rates, latency" in said
     assert "the card (--gpu): thread blocks against SMs" in said
-    assert "assumed    dtype float32" in said
+    assert "assumed    batch 1, dtype float32, no causal mask" in said
 
 
 def test_the_page_of_a_case_report_prints_what_the_command_says() -> None:
@@ -308,3 +357,63 @@ def test_the_page_of_a_case_report_prints_what_the_command_says() -> None:
     assert f"predicts {us(p.time_us)} ({us(p.low_us).split()[0]} to {us(p.high_us).split()[0]})" in " ".join(
         page.split()
     )
+
+
+@pytest.mark.parametrize("cell", ["1024,2048", "[512, 1024]", "512 1024", "512-1024", "512/1024"])
+def test_a_cell_with_several_lengths_is_not_read_as_one(tmp_path: Path, cell: str) -> None:
+    document = _load(tmp_path, f"| seqlen | ours (ms) |\n|--|--|\n| {cell} | 1 |\n| 2,048 | 2 |\n")
+    assert [r.call.seqlen for r in document.rows] == [2048] and document.unread == (f"seqlen = {cell}",)
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\u202f"])
+def test_spaces_that_do_not_break_divide_thousands(tmp_path: Path, space: str) -> None:
+    text = f"| seqlen | ours (us) |\n|--|--|\n| 4{space}096 | 12{space}500.5 |\n"
+    assert _rows(_load(tmp_path, text)) == [("theirs", 4096, 12500.5)]
+
+
+def test_a_column_with_a_decimal_comma_has_only_decimal_commas(tmp_path: Path) -> None:
+    text = "| seqlen | ours (ms) | torch (ms) |\n|--|--|--|\n| 1,024 | 0,512 | 1,250 |\n| 2,048 | 1,985 ms | 2,250 |\n"
+    times = [(r.call.seqlen, r.time_us) for r in _load(tmp_path, text).rows]
+    assert times == [(1024, 512.0), (1024, 1_250_000.0), (2048, 1985.0), (2048, 2_250_000.0)]
+
+
+def test_a_shape_is_no_tile_and_both_passes_are_labeled(tmp_path: Path) -> None:
+    text = "| shape | fwd (ms) | bwd (ms) | fwd+bwd (ms) |\n|--|--|--|--|\n| 4x16x1024x64 | 1 | 3 | 4 |\n"
+    rows = _load(tmp_path, text).rows
+    assert {r.series for r in rows} == {"theirs"} and {r.kernel.block_m for r in rows} == {None}
+    sizes = _load(tmp_path, text.replace("shape", "seqlen").replace("4x16x1024x64", "512")).rows
+    assert [r.label for r in sizes] == ["seqlen 512", "seqlen 512, passes backward", "seqlen 512, passes both"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 4, 3, 2, 1), (3, 2, 0, 1, 4)])
+def test_of_several_statistics_one_is_read_whatever_their_order(tmp_path: Path, order: tuple[int, ...]) -> None:
+    cells = [("seqlen", "512"), ("ours mean (ms)", "2"), ("ours std (ms)", "0.01"), ("ours min (ms)", "1"),
+             ("ours max (ms)", "3")]  # fmt: skip
+    text = "\n".join(",".join(cells[i][line] for i in order) for line in (0, 1)) + "\n"
+    document = _load(tmp_path, text, "t.csv")
+    assert _rows(document) == [("theirs", 512, 2000.0)]
+    assert set(document.unread) == {"ours min (ms)", "ours max (ms)"}
+
+
+def test_of_two_columns_of_one_figure_the_first_is_read_and_the_other_listed(tmp_path: Path) -> None:
+    document = _load(tmp_path, "seqlen,ours (ms),ours (us)\n512,1.2,1900\n", "t.csv")
+    assert _rows(document) == [("theirs", 512, 1200.0)] and document.unread == ("ours (us)",)
+
+
+@pytest.mark.parametrize(
+    ("heading", "cell"), [("dtype", "int8"), ("causal", "maybe"), ("batch", "4M"), ("mask", "padding")]
+)
+def test_a_row_with_a_size_that_is_not_read_takes_no_default_for_it(tmp_path: Path, heading: str, cell: str) -> None:
+    good = {"dtype": "fp16", "causal": "no", "batch": "2", "mask": "causal"}[heading]
+    text = f"{heading};seqlen;ours (ms)\n{good};512;1\n{cell};1024;3\n"
+    document = _load(tmp_path, text, "t.csv")
+    assert _rows(document) == [("theirs", 512, 1000.0)] and document.unread == (f"{heading} = {cell}",)
+
+
+@pytest.mark.parametrize("between", ["2048", "# out of memory with torch", "and longer:", ""])
+@pytest.mark.parametrize("mark", [",", ";", " | "])
+def test_rows_after_a_remark_belong_to_the_table_above(tmp_path: Path, between: str, mark: str) -> None:
+    lines = ["B=2, H=4, D=64", "seqlen,ours (ms),speedup", "512,1,2x", between, "1024,3,2.1x", "", "2048,9,2.2x"]
+    document = _load(tmp_path, "\n".join([lines[0], *(line.replace(",", mark) for line in lines[1:])]) + "\n", "t.csv")
+    assert _rows(document) == [("theirs", 512, 1000.0), ("theirs", 1024, 3000.0), ("theirs", 2048, 9000.0)]
+    assert {row.call.heads for row in document.rows} == {4} and {row.table for row in document.rows} == {"the table"}

@@ -165,6 +165,39 @@ def test_causal_blocks_that_all_run_at_once_wait_for_the_longest() -> None:
     assert not any("the longest has" in f.text for f in diagnose(plain))
 
 
+def test_tensors_that_neither_l2_nor_memory_can_supply_are_a_contradiction() -> None:
+    """32 heads' K and V of 16 sequences are 4.29 GB, four times what an H100 moves in 400 us."""
+    sizes = {"batch": 16, "heads": 32, "seqlen": 1, "head_dim": 128}
+    found = diagnose(_table("h100", "seqlen_k", [[16384, 400.0]], {}, **sizes))
+    assert not any(f.is_cause for f in found)
+    wrong = next(f for f in found if f.kind == "contradiction")
+    assert "heads_kv" in wrong.text and "/ 400 us = " in wrong.arithmetic and "GB/s > 3,352 GB/s" in wrong.arithmetic
+    assert _first(_table("h100", "seqlen_k", [[16384, 400.0]], {}, **sizes, heads_kv=8)).kind == "memory"
+
+
+def test_tensors_that_come_from_l2_have_no_share_of_memorys_bandwidth() -> None:
+    found = _first(_table("h100", "seqlen_k", [[2048, 8.0]], {}, heads=32, seqlen=1, head_dim=128))
+    assert found.kind == "latency" and "the bandwidth of L2 may bind" in found.text
+    assert "GB/s > 3,352 GB/s, so L2 holds a part" in found.arithmetic and "0.00%" not in found.arithmetic
+
+
+def test_the_full_card_of_a_table_does_not_depend_on_the_order_of_its_rows() -> None:
+    rows = [[8192, 9000.0], [1024, 200.0], [2048, 600.0]]
+    kernel = {"block_m": 64, "block_n": 64, "unit": "matrix"}
+    said = [
+        next(f.text for f in diagnose(_table("l4", "seqlen", order, kernel, heads=16, head_dim=64)) if "fill" in f.kind)
+        for order in (rows, rows[::-1])
+    ]
+    assert said[0] == said[1] and "256 blocks fill 58 SMs" in said[0]
+
+
+def test_times_in_mixed_units_have_no_fixed_cost() -> None:
+    """A time that was written in the wrong unit makes the least squares of relative errors singular."""
+    rows = [[512, 1.2e6], [1024, 0.9e6], [2048, 0.5]]
+    document = _table("l4", "seqlen", rows, {"block_m": 64, "block_n": 64}, heads=16, head_dim=64)
+    assert "launch" not in _kinds(document) and "contradiction" in _kinds(document)
+
+
 def test_a_small_size_that_leaves_sms_idle_is_no_cause_if_the_largest_fills_the_card() -> None:
     rows = [[128, 20.0], [4096, 9000.0]]
     document = _table("l4", "seqlen", rows, {"block_m": 64, "block_n": 64, "unit": "matrix"}, heads=16, head_dim=64)

@@ -117,6 +117,9 @@ def binding(document: Document) -> Iterator[Finding]:
                     series,
                 )
             continue
+        if (impossible := _more_than_memory(use, device)) is not None:
+            yield impossible
+            continue
         reread = _reread(document, use, has_cliff=cliff is not None)
         most = max(use.arithmetic, use.bandwidth, use.exponentials)
         explained = 1.0 if cliff is None else cliff.factor
@@ -203,6 +206,24 @@ def _memory(use: _Use, device: Device) -> Finding:
     return Finding(kind, text, said, use.row.series, max(again, 1 / use.bandwidth), is_cause=True)
 
 
+def _more_than_memory(use: _Use, device: Device) -> Finding | None:
+    """Returns the finding for tensors that neither L2 nor the bandwidth can supply in the time; None if they can."""
+    least, rate = tensor_bytes(use.row.call), device.bandwidth_gbps
+    if least is None or rate is None or device.l2_bytes is None:
+        return None
+    beyond = least - device.l2_bytes
+    if beyond <= MORE_THAN_ALL * use.time_us * rate * 1e3:
+        return None
+    return Finding(
+        "contradiction",
+        f"{use.row.name}: q, k, v and out need more than the bandwidth of the card even with L2 full of them: the "
+        "time, a size, the dtype or the number of kv heads (heads_kv, by default heads) is wrong",
+        f"({byte(least)} - {byte(device.l2_bytes)} of L2) / {us(use.time_us)} = {figure(beyond / use.time_us * 1e-3)} "
+        f"GB/s > {figure(rate)} GB/s",
+        use.row.series,
+    )
+
+
 def _reread(document: Document, use: _Use, has_cliff: bool) -> tuple[float, Finding] | None:
     """Returns the share of the bandwidth if every repeated load of K and V comes from memory, and this finding, if the
     bandwidth allows for it.
@@ -271,7 +292,8 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
     if use.moved is not None and device.bandwidth_gbps is not None:
         rate = figure(use.moved / use.time_us * 1e-3)
         said += f"; {byte(use.moved)} / {us(use.time_us)} = {rate} GB/s"
-        said += f"; {rate} GB/s / {figure(device.bandwidth_gbps)} GB/s = {use.bandwidth:.2%}"
+        have = f"{figure(device.bandwidth_gbps)} GB/s"
+        said += f"; {rate} GB/s / {have} = {use.bandwidth:.2%}" if use.bandwidth else f" > {have}, so L2 holds a part"
     if use.exponentials > max(use.arithmetic, use.bandwidth):
         said += f"; {use.exponentials:.1%} of the rate of exponentials"
     at_rate = BINDS if row.is_unit_assumed else AT_RATE
@@ -299,6 +321,8 @@ def _latency(document: Document, use: _Use, rows: Sequence[Row], explained: floa
         return Finding("few warps", text, f"{warps[1]}; {said}", row.series, rest, is_cause=True)
     without = f" without idle {device.unit_name}s and threads" if use.busy * use.busy_threads < 1 else ""
     text = f"{use.row.name}: latency-bound by {rest:.3g} x{without}: {PROFILE}"
+    if use.moved is not None and device.bandwidth_gbps is not None and not use.bandwidth:
+        text += ". The loads exceed the bandwidth of memory, so the bandwidth of L2 may bind"
     if (offers := _matrix_units_offer(use, device)) > 1:
         text += f". The products are taken to run on the scalar units; the matrix units offer {offers:.3g} x more"
         said += f"; {figure(offers * (use.peak_tflops or 0))} / {figure(use.peak_tflops or 0)} = {offers:.3g}"

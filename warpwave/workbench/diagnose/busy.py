@@ -63,7 +63,7 @@ def grid(document: Document) -> Iterator[Finding]:
             if fewest < count:
                 yield _idle(document, series, emptiest, fewest, low, is_cause=False)
         full = [(row, count) for row, count in counted if count >= device.num_sms[1]]
-        for row, count in full[:1]:
+        for row, count in sorted(full, key=lambda pair: pair[1])[:1]:
             yield Finding(
                 "grid fills",
                 f"{row.name}: {count:,} blocks fill {in_words(device)}, so idle {device.unit_name}s are not the cause",

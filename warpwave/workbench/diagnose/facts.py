@@ -55,9 +55,10 @@ def visible_pairs(call: Call) -> float | None:
         return None
     keys = call.seqlen_k or call.seqlen
     pairs = call.seqlen * keys
-    if call.causal:
-        hidden = min(call.seqlen, keys)
-        pairs -= hidden * (hidden - 1) // 2
+    if call.causal and call.seqlen <= keys:
+        pairs -= call.seqlen * (call.seqlen - 1) // 2
+    elif call.causal:
+        pairs = keys * (keys + 1) // 2  # the first queries have no key
     return float(call.batch * call.heads * pairs)
 
 

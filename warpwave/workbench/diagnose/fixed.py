@@ -43,8 +43,11 @@ def _fixed_us(rows: Sequence[Row]) -> float | None:
         return None
     if len(known) == 2 and known[-1][1] > FLAT * known[0][1]:
         return None  # two times that differ are no line
+    times = [time for _, time in known]
+    if max(times) * known[0][0] > min(times) * known[-1][0]:
+        return None  # times that differ more than the work have no common part
     # Least squares on relative errors, so that the largest row does not dominate.
-    return line([amount for amount, _ in known], [time for _, time in known])[0]
+    return line([amount for amount, _ in known], times)[0]
 
 
 def fixed_cost(device: Device, rows: Sequence[Row]) -> Finding | None:

@@ -13,7 +13,7 @@ from warpwave.workbench.diagnose.parse import DTYPES, MOST, OURS
 ALIASES = {
     "batch": "b batch batches batchsize bs bsz numbatches nbatch",
     "heads": "h head heads numheads nheads nhead numhead headsq numheadsq qheads hq",
-    "heads_kv": "hkv headskv kvheads numheadskv numkvheads nkvheads hk",
+    "heads_kv": "hkv headskv kvheads numheadskv numkvheads nkvheads hk nheadskv nheadsk numheadsk headsk kvh nkv",
     "seqlen": "s n t seq seqlen sequence sequencelength seqlength seqlens length context contextlength ctx ctxlen nctx "
     "seqlenq sq lenq qlen queries seqq lq",
     "seqlen_k": "seqlenk sk lenk klen kvlen keys seqk seqlenkv seqkv kvlength lk skv",
@@ -51,7 +51,7 @@ UNITS: dict[str, tuple[str, float]] = {
 _NAMED = "|".join(sorted((re.escape(unit) for unit in UNITS if len(unit) > 1), key=len, reverse=True))
 PER_HEAD = re.compile(r"\s*(?:/|per)\s*heads?\b", re.I)
 QUANTITY = re.compile(
-    r"\b(kernel|wall|run|exec(?:ution)?|elapsed|mean|median|avg|average|min|best|peak|max|used|usage|device|gpu|dense|"
+    r"\b(kernel|wall|run|exec(?:ution)?|elapsed|mean|median|p50|avg|average|min|best|peak|max|used|usage|device|gpu|dense|"
     r"time|times|timing|latency|runtime|duration|performance|perf|throughput|speed|memory|mem|footprint|in|per|rate|"
     r"total|forward|fwd|backward|bwd)\b",
     re.I,
@@ -59,14 +59,19 @@ QUANTITY = re.compile(
 # Columns that repeat other columns or hold opinions.
 COMMENT = re.compile(
     r"\b(speed ?up|ratio|vs|versus|faster|slower|winner|status|notes?|analysis|observations?|comments?|remarks?|delta|"
-    r"diff(erence)?|improvement|relative|gain|verdict|result|rank|efficiency|util(ization)?)\b|%|^x$",
+    r"diff(erence)?|improvement|relative|gain|verdict|result|rank|efficiency|util(ization)?)\b|(?<![a-z])(std|stdev|stddev|sd|variance|iqr|p(?!50)\d\d)(?![a-z])|%|^x$",
     re.I,
 )
 MINE = re.compile(
     r"\b(ours?|my|mine|theirs|your|yours|this work|custom|proposed|implementation|impl|kernel|version|baseline)\b", re.I
 )
 OWN = re.compile(r"\b(ours?|my|mine|theirs|your|yours|this work|custom|proposed)\b", re.I)
-NUMBER = re.compile(r"[~≈<>]?\s*([-+]?(?:\d[\d,']*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+CAUSAL = re.compile(r"(?<![\w-])(non-?|non |not |no |without )?causal(?!\w)", re.I)
+DTYPE = re.compile(r"(?<![a-z0-9])(fp16|float16|bf16|bfloat16|fp32|float32|fp8)(?![a-z0-9])", re.I)
+# A cell with a second number ("1024,2048", "1.2/1.3", "64 128") is no number.
+NUMBER = re.compile(
+    r"[~≈<>]?\s*([-+]?(?:(?:\d{1,3}(?:[,']\d{3})+|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?!\d|\s*[-,'./:x]?\s*\d)"
+)
 NOTHING = re.compile(r"|-+|—|–|n/?a|nan|oom|none|x|\?|\.+|error|fail(ed)?|not (run|supported|available)", re.I)  # noqa: RUF001
 
 
@@ -141,7 +146,7 @@ def _without_unit(text: str) -> str:
 def owner(words: str) -> str:
     """Returns the words without those of a quantity, as the name of a series; `OURS` for "ours" or "my kernel"."""
     rest = re.sub(r"\(\s*\)|\[\s*\]", " ", QUANTITY.sub(" ", words.replace("_", " ")))
-    rest = re.sub(r"\s+", " ", rest).strip(" -:,/")
+    rest = re.sub(r"\s+", " ", rest).strip(" -:,/+&")
     if not rest or (OWN.search(rest) and not MINE.sub("", rest).strip(" -:,/()[]")):
         return OURS if OWN.search(words) else ""
     return rest
@@ -222,6 +227,10 @@ def of_caption(text: str) -> dict[str, Any]:
     if told := re.search(r"\bcausal\s*[=:]\s*(\w+)", text, re.I):
         causal = size("causal", told[1])
         found |= {} if causal is None else {"causal": causal}
+    elif found and len(masks := {not without for without in CAUSAL.findall(text)}) == 1:  # prose states no sizes
+        found["causal"] = masks.pop()
+    if found and len(dtypes := {size("dtype", word.lower()) for word in DTYPE.findall(text)}) == 1:
+        found["dtype"] = dtypes.pop()
     if re.search(r"(\b|-|_)(bwd|backward)(\b|-|_)", text, re.I) and not re.search(r"fwd|forward", text, re.I):
         found["passes"] = "backward"
     return {name: value for name, value in found.items() if value is not None}
@@ -238,7 +247,7 @@ def described(cell: str, has_tiles: bool) -> dict[str, Any]:
         name = MEANING.get(re.sub(r"[\s_]", "", word.lower()))
         if name in SIZES or name in FACTS:
             found[name] = size(name, value)
-    tile = re.search(r"\b(\d+)\s*x\s*(\d+)(\s*x\s*\d+)?", cell)
+    tile = re.search(r"(?<!x)\b(\d+)\s*x\s*(\d+)(\s*x\s*\d+)?\b(?!\s*x\s*\d)", cell)  # four numbers are a shape
     if tile and (tile[3] or has_tiles or re.search(r"\b(tiles?|blocks?)\b", cell, re.I)):
         found |= {"block_m": int(tile[1]), "block_n": int(tile[2])}
     if threads := re.search(r"\b(\d+)\s*(threads|warps)\b", cell, re.I):

@@ -20,6 +20,8 @@ from warpwave.workbench.schema import quoted
 CASES = Path(__file__).with_name("cases")
 OURS = "theirs"  # the series of a column without a series in its name
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1}
+# Defaults that scale the work or the bytes of a call: size -> words for the output.
+ASSUMED = {"batch": "batch 1", "dtype": "dtype float32", "causal": "no causal mask"}
 PASSES = ("forward", "backward", "both")
 GRIDS = ("query tiles", "heads", "output tiles")
 LEAST, MOST = 1e-9, 1e15  # range of a figure or size, in any unit of the format
@@ -332,7 +334,7 @@ def parse(data: Mapping[str, Any], *, source: str, given: Given | None = None) -
         kernels=kernels,
         claims=tuple(claims),
         parts=_numbers(data.get("parts", {}), f"{source}: [parts]"),
-        assumed=() if "dtype" in stated else (f"dtype {Call.dtype}",),
+        assumed=tuple(words for size, words in ASSUMED.items() if size not in stated),
     )
 
 

@@ -33,6 +33,11 @@ from warpwave.workbench.diagnose.parse import DTYPES, OURS, TableError, is_peer_
 from warpwave.workbench.diagnose.text_tables import TextTable, decode, text_tables
 
 METRIC = re.compile(r"|metric|measure|measurement|quantity|item|value", re.I)
+# What a column of times is of, best first; a column without such a word precedes them.
+STATISTICS = [
+    re.compile(rf"(?<![a-z])({words})(?![a-z])", re.I)
+    for words in ("median|p50", "mean|avg|average", "min|best", "max|peak")
+]
 WARP = 32
 MOST_LISTED = 5  # cells of a column that are listed as not read
 Line = dict[Any, Any]  # a size, a fact, or (column, passes) of a figure -> its value
@@ -113,21 +118,26 @@ def _upright(table: TextTable) -> TextTable:
 def _lines(table: TextTable, call: Mapping[str, Any]) -> tuple[list[Line], list[str]]:
     """Returns each row as sizes, facts and figures, and the headings and cells that were not read."""
     heads = [_with_cells(heading(text), [row[i] for row in table.rows], table) for i, text in enumerate(table.header)]
-    heads = _with_owners(heads)
+    heads = _one_of_each(_with_owners(heads), table.header)
     # With a total beside them, other times without a series are parts of it.
     times = [h for h in heads if h.name == "time_us"]
     total = next((h for h in times if re.match(r"total", h.owner, re.I) or not h.owner), None)
     parts = [h for h in times if total and h is not total and _is_part(h.owner)]
+    sized = [(i, head) for i, head in enumerate(heads) if head.kind == "size"]
+    known = [head for i, head in sized if any(size(head.name, row[i]) is not None for row in table.rows)]
     lines = []
     unread: dict[str, list[str]] = {}
     for row in table.rows:
         line: Line = {}
+        is_whole = True
         for head, text, cell in zip(heads, table.header, row, strict=True):
             is_part = any(head is part for part in parts)
             if not _read_cell(line, head, text, cell, is_part=is_part, caption=table.caption) and not is_nothing(cell):
                 unread.setdefault(text, []).append(cell)
+                # A default or an option in its place would make a different call of this row.
+                is_whole = is_whole and not any(head is each for each in known)
         _add_keys(line, call)
-        if line:
+        if line and is_whole:
             lines.append(line)
     shown = [text for head, text in zip(heads, table.header, strict=True) if head.kind == "unknown" and text]
     return lines, [*shown, *(words for text, cells in unread.items() for words in _unread_cells(text, cells))]
@@ -148,6 +158,21 @@ def _with_owners(heads: list[Heading]) -> list[Heading]:
         return heads
     (name,) = named
     return [replace(h, owner=name) if h.kind == "figure" and not h.owner else h for h in heads]
+
+
+def _one_of_each(heads: list[Heading], texts: Sequence[str]) -> list[Heading]:
+    """Returns headings in which a figure of a series has one column, whatever the order; the others are unknown."""
+    best: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for index, head in enumerate(heads):
+        if head.kind == "figure":
+            statistic = next((i for i, words in enumerate(STATISTICS) if words.search(texts[index])), -1)
+            key = (_series(head.owner), head.name, head.passes)
+            best[key] = min(best.get(key, (statistic, index)), (statistic, index))
+    kept = {index for _, index in best.values()}
+    return [
+        head if head.kind != "figure" or index in kept else Heading("unknown", texts[index])
+        for index, head in enumerate(heads)
+    ]
 
 
 def _is_part(words: str) -> bool:
@@ -257,10 +282,12 @@ def _join(lines: list[Line], facts: Sequence[Line]) -> None:
 def _as_data(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the table in the format of TOML, once for each of the passes that its headings name."""
     lines: list[Line] = table["lines"]
-    made = []
-    for passes in dict.fromkeys(key[1] for line in lines for key in _figures(line)):
+    made, named = [], dict.fromkeys(key[1] for line in lines for key in _figures(line))
+    for passes in named:
         own = [{key[0] if isinstance(key, tuple) else key: value for key, value in line.items()
                 if not isinstance(key, tuple) or key[1] == passes} for line in lines]  # fmt: skip
+        if passes and len(named) > 1:  # as a column, which labels the rows
+            own = [line | {"passes": passes} for line in own]
         columns = list(dict.fromkeys(key for line in own for key in line))
         data = {
             "name": table["name"] if not passes else f"{table['name']}, {passes}",
