@@ -203,7 +203,8 @@ class Family:
             self._kernel[(sizes[0],)](*self._arguments(sizes, arguments), **self._options)
 
     if INTERPRETED:  # Dynamo would trace the interpreter's NumPy arithmetic, parts of which it cannot compute
-        _in_interpreter = torch.compiler.disable(_in_interpreter)
+        # torch.compiler.disable would import Dynamo here, which takes a second; this does so at the first launch.
+        _in_interpreter = torch._disable_dynamo(_in_interpreter)
 
 
 def _number(take: Take) -> int | None:
