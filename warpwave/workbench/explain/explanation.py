@@ -538,7 +538,8 @@ def _names(names: list[str]) -> str:
 
 
 def _is_part(v: torch.Tensor, k: torch.Tensor) -> bool:
-    """Returns whether v is the first columns of k; tensors may be without memory."""
+    """Returns whether v is the first columns of k. Tensors may be without memory, unlike those of a launch
+    (latent_host.is_one_tensor), for which addresses are faster."""
     same = v.untyped_storage()._cdata == k.untyped_storage()._cdata and v.storage_offset() == k.storage_offset()
     return same and v.stride() == k.stride() and v.shape[-1] <= k.shape[-1] and v.dtype == k.dtype
 
