@@ -123,43 +123,62 @@ LATENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_map(num_splits: int) -> large_head_dim.Config:
-    return large_head_dim.Config(16, 64, 64, 1, num_splits, True, 4, 2, True)
+# Several queries, and more heads than 16: blocks of 64 rows.
+MANY_ROWS: dict[str, dict[str, Any]] = {
+    "128 heads": {"heads": (128, 1)},
+    "two queries": {"lengths": (2, 3333), "causal": "bottom_right", "sinks": True},
+    "heads that do not divide a tile": {"heads": (24, 1), "lengths": (7, 3333), "causal": "bottom_right"},
+    "narrow": {"dims": (136, 128), "heads": (33, 1), "dtype": "float16"},
+    "wide pieces": {"dims": (320, 256), "heads": (64, 1), "lengths": (3, 8192), "causal": "bottom_right"},
+    "top-left": {"lengths": (200, 333), "causal": "top_left"},
+    "window": {"lengths": (5, 3333), "window": (700, 0), "lse": False},
+    "scale 1": {"scale": 1.0, "dims": (192, 128), "heads": (40, 1)},
+    "more queries than keys": {"lengths": (90, 70), "causal": "bottom_right", "sinks": True},
+    "one key": {"heads": (64, 1), "lengths": (1, 1)},
+}
+BY_MAP = [(16, name) for name in LATENTS] + [(64, name) for name in MANY_ROWS]
+
+
+def by_map(rows: int, num_splits: int) -> large_head_dim.Config:
+    return large_head_dim.Config(rows, 64, 64, 1, num_splits, True, 4, 2, True)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(GPU.capability != 90, reason="a launch of Hopper's own")
 @pytest.mark.parametrize("num_splits", [1, 2, 33])
 @pytest.mark.parametrize("data", DATA_SETS)
-@pytest.mark.parametrize("features", LATENTS)
-def test_latents_on_hopper(features: str, data: Data, num_splits: int) -> None:
+@pytest.mark.parametrize(("rows", "features"), BY_MAP)
+def test_latents_on_hopper(rows: int, features: str, data: Data, num_splits: int) -> None:
     """By tensor maps, in some shares and in more than there are tiles, time and again: the same bits, and the gates."""
     case = replace(PLAIN, dtype="bfloat16", dims=(576, 512), heads=(16, 1), batch=5, lengths=(1, 3333))
-    call = with_one_tensor(cases.build(replace(case, **LATENTS[features]), data, DEVICE))
-    assert not large_head_dim_latent.cannot(call.problem, GPU)
-    assert_gates("large_head_dim", call, by_map(num_splits))
-    expected = bits(*harness.run("large_head_dim", call, by_map(num_splits)))
+    of_case = (LATENTS if rows == 16 else MANY_ROWS)[features]
+    call = with_one_tensor(cases.build(replace(case, **of_case), data, DEVICE))
+    assert not large_head_dim_latent.cannot(call.problem, GPU, rows)
+    assert_gates("large_head_dim", call, by_map(rows, num_splits))
+    expected = bits(*harness.run("large_head_dim", call, by_map(rows, num_splits)))
     for _ in range(20):
-        assert bits(*harness.run("large_head_dim", call, by_map(num_splits))) == expected
+        assert bits(*harness.run("large_head_dim", call, by_map(rows, num_splits))) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(GPU.capability != 90, reason="a launch of Hopper's own")
 @pytest.mark.parametrize("num_splits", [1, 3, 40])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 256])
+@pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("mask", [{}, {"causal": "bottom_right", "sinks": True}, {"window": (500, 0)}], ids=str)
-def test_latents_in_pages_on_hopper(mask: dict[str, Any], page_size: int, num_splits: int) -> None:
+def test_latents_in_pages_on_hopper(mask: dict[str, Any], rows: int, page_size: int, num_splits: int) -> None:
     """Pages in no order, NaN in every cell that holds no token, a sequence of none."""
-    lengths = ((1, 3000), (1, 0), (1, 64), (1, 65), (1, 1))
+    queries = 1 if rows == 16 else 5
+    lengths = ((queries, 3000), (queries, 0), (queries, 64), (queries, 65), (queries, 1))
     case = paged.PagedCase(page_size, "bfloat16", (576, 512), (16, 1), lengths, max_seqlen_k=3072, **mask)
     call = paged.build(case, "normal", DEVICE)
     call = call._replace(operands=call.operands._replace(v=call.operands.k[..., :512]))
-    out, lse = paged.run("large_head_dim", call, config=by_map(num_splits))
+    out, lse = paged.run("large_head_dim", call, config=by_map(rows, num_splits))
     operands: Any = call.operands
     verdict = judge_forward(call.problem, forward_references(call.problem, operands), out, lse)
     assert verdict.passed, str(verdict)
     for _ in range(20):
-        assert bits(*paged.run("large_head_dim", call, config=by_map(num_splits))) == bits(out, lse)
+        assert bits(*paged.run("large_head_dim", call, config=by_map(rows, num_splits))) == bits(out, lse)
 
 
 @pytest.mark.parametrize("features", ["plain", *PROBES])

@@ -1,4 +1,4 @@
-"""large_head_dim's launch for latents on Hopper: its protocol on a CPU, what it refuses, what it compiles to. On a GPU:
+"""large_head_dim's launches for latents on Hopper: their protocols on a CPU, what they refuse, their splits. On a GPU:
 tests/conformance/test_large_heads.py."""
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+# A wide piece is stored box after box; the emulated memory is by rows.
+FAKES: dict[str, Any] = {
+    "meet_neighbors": lambda threads: None,
+    "box_of": lambda piece, i, k_map: piece.slice(64 * i, 64, dim=1).reshape([1, 1, 64, 64]),
+}
 DEEPSEEK = AttentionProblem(batch=16, seqlen_q=1, seqlen_k=4096, num_heads_q=16, num_heads_kv=1, head_dim=576,
                             head_dim_v=512, dtype="bfloat16", softmax_scale=0.04)  # fmt: skip
 
@@ -58,11 +63,20 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
     return problem, cached
 
 
-def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
+def device_modules() -> tuple[Any, ...]:
+    """The modules of the device functions of both launches."""
     from warpwave.kernels.hopper import parts, rows, softmax
     from warpwave.kernels.hopper.large_head_dim import roles
-    from warpwave.kernels.large_head_dim import latent_device as device
+    from warpwave.kernels.large_head_dim import latent_device, latent_keys, latent_rows_device
+
+    return (latent_device, latent_rows_device, latent_keys, roles, parts, rows, softmax)
+
+
+def on_cpu(
+    problem: AttentionProblem, operands: Any, num_splits: int, rows: int = latent.FEW
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
+    modules = device_modules()
 
     out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     acc, state = partials.allocate(problem, num_splits, "cpu") if num_splits > 1 else (None, None)
@@ -70,9 +84,8 @@ def on_cpu(problem: AttentionProblem, operands: Any, num_splits: int) -> tuple[t
         if tensor is not None:
             tensor.fill_(torch.nan)
     arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
-    spec, _ = latent.specify(problem, H200, operands, arguments, num_splits)
-    modules = (device, roles, parts, rows, softmax)
-    gluon_on_cpu.run_launch(spec, modules, spec.grid, {"meet_neighbors": lambda: lambda threads: None})
+    spec, _ = latent.specify(problem, H200, operands, arguments, rows, num_splits)
+    gluon_on_cpu.run_launch(spec, modules, spec.grid, {name: lambda fake=fake: fake for name, fake in FAKES.items()})
     if num_splits > 1:
         merge = latent.specify_merge(problem, num_splits, acc, state, out, lse, operands.sinks)
         merge = merge._replace(constants=dict(merge.constants) | {"LAUNCHED_AHEAD": False})
@@ -94,8 +107,36 @@ def test_the_protocol_on_a_cpu(features: str, data: Data, num_splits: int) -> No
     """The source of the roles, every step and barrier where the kernel has it, NaN in memory that nobody wrote."""
     call = of_latent(CALLS[features], data)
     problem = replace(call.problem, return_lse=True)
-    assert not latent.cannot(problem, H200)
+    assert not latent.cannot(problem, H200, latent.FEW)
     out, lse = on_cpu(problem, call.operands, num_splits)
+    verdict = judge_forward(problem, forward_references(problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+
+
+MANY_ROWS: dict[str, dict[str, Any]] = {
+    "32 heads": {"heads": (32, 1)},
+    "a second tile of rows": {"heads": (16, 1), "lengths": (5, 300), "causal": "bottom_right", "sinks": True},
+    "heads that do not divide a tile": {"heads": (24, 1), "lengths": (7, 65), "causal": "bottom_right"},
+    "more shares than tiles": {"heads": (20, 1), "lengths": (2, 65), "sinks": True, "dtype": "float16"},
+    "top-left causal": {"heads": (8, 1), "lengths": (20, 130), "causal": "top_left"},
+    "window": {"heads": (24, 1), "lengths": (9, 400), "window": (100, 0)},
+    "window that shows nothing": {"heads": (32, 1), "lengths": (3, 300), "window": (5, 0), "causal": "top_left",
+                                  "sinks": True},
+    "more queries than keys": {"heads": (8, 1), "lengths": (90, 70), "causal": "bottom_right", "sinks": True},
+    "one key": {"heads": (32, 1), "lengths": (1, 1), "dims": (264, 256)},
+    "six pieces": {"heads": (32, 1), "dims": (448, 384)},
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(("features", "data"), [(f, "sharp" if i % 2 else "normal") for i, f in enumerate(MANY_ROWS)])
+def test_the_protocol_of_many_rows_on_a_cpu(features: str, data: Data, num_splits: int) -> None:
+    """The same for blocks of 64 rows, whose queries see different keys."""
+    call = of_latent({"dims": (136, 128)} | MANY_ROWS[features], data)
+    problem = replace(call.problem, return_lse=True)
+    assert not latent.cannot(problem, H200, latent.MANY)
+    out, lse = on_cpu(problem, call.operands, num_splits, latent.MANY)
     verdict = judge_forward(problem, forward_references(problem, call.operands), out, lse)
     assert verdict.passed, str(verdict)
 
@@ -103,13 +144,15 @@ def test_the_protocol_on_a_cpu(features: str, data: Data, num_splits: int) -> No
 @needs_triton
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-def test_pages_that_lie_in_no_order(page_size: int, num_splits: int) -> None:
+@pytest.mark.parametrize("rows", [latent.FEW, latent.MANY])
+def test_pages_that_lie_in_no_order(rows: int, page_size: int, num_splits: int) -> None:
     """The latent's bits from pages are those of the same keys side by side; a sequence may have none."""
-    call = of_latent({"lengths": (1, 300), "batch": 3, "sinks": True}, "normal")
+    many = {"lengths": (17, 300), "causal": "bottom_right", "dims": (136, 128)}
+    call = of_latent({"lengths": (1, 300), "batch": 3, "sinks": True} | (many if rows == latent.MANY else {}), "normal")
     used = [300, 0, 77]
     problem, cached = in_pages(call, page_size, used)
     problem = replace(problem, return_lse=True)
-    out, lse = on_cpu(problem, cached, num_splits)
+    out, lse = on_cpu(problem, cached, num_splits, rows)
     for b, length in enumerate(used):
         alone = call.operands._replace(**{n: getattr(call.operands, n)[b : b + 1] for n in ("q", "k", "v")})
         if length == 0:
@@ -117,37 +160,42 @@ def test_pages_that_lie_in_no_order(page_size: int, num_splits: int) -> None:
             continue
         alone = alone._replace(k=alone.k[:, :length], v=alone.v[:, :length])
         one = replace(call.problem, batch=1, seqlen_k=length, return_lse=True)
-        expected, of_lse = on_cpu(one, alone, num_splits)
+        expected, of_lse = on_cpu(one, alone, num_splits, rows)
         assert torch.equal(out[b], expected[0]), b
         assert torch.equal(lse[b], of_lse[0]), b
 
 
 @needs_triton
-def test_what_lies_beside_the_keys_has_no_effect() -> None:
+@pytest.mark.parametrize("rows", [latent.FEW, latent.MANY])
+def test_what_lies_beside_the_keys_has_no_effect(rows: int) -> None:
     """NaN in keys before a window, and in values of keys that nobody sees, in the same step as seen ones."""
-    call = of_latent({"window": (100, 0)}, "normal")
+    many = {"lengths": (17, 300), "causal": "top_left", "dims": (136, 128)} if rows == latent.MANY else {}
+    call = of_latent({"window": (100, 0)} | many, "normal")
     problem = replace(call.problem, return_lse=True)
-    clean = on_cpu(problem, call.operands, 2)
-    call.operands.k[:, :199] = torch.nan
-    assert all(torch.equal(a, b) for a, b in zip(on_cpu(problem, call.operands, 2), clean, strict=True))
+    # A window that begins past a top-left diagonal shows nothing; without the window, keys 0 to 16 are seen.
+    if rows == latent.MANY:
+        problem = replace(problem, window_size=(-1, -1))
+    clean = on_cpu(problem, call.operands, 2, rows)
+    unseen = slice(17, 64) if rows == latent.MANY else slice(0, 199)
+    call.operands.k[:, unseen] = torch.nan
+    found = on_cpu(problem, call.operands, 2, rows)
+    assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
 
 
 @needs_triton
 def test_shares_are_even() -> None:
     """Every step of 64 keys is one share's, and no share has two more than another."""
-    from warpwave.kernels.hopper import parts, rows, softmax
-    from warpwave.kernels.hopper.large_head_dim import roles as large_head_dim_roles
-    from warpwave.kernels.large_head_dim import latent_device as device
+    from warpwave.kernels.large_head_dim import latent_keys
 
-    modules = {m.__name__: m for m in (device, large_head_dim_roles, parts, rows, softmax)}
+    modules = {m.__name__: m for m in device_modules()}
     pages, window = Pages(None, None, None, 0, 0, 0, 0, False), Window(0, 0, False, False, False)
     for length, splits in ((1, 3), (64, 1), (640, 3), (4096, 16), (4100, 16), (128, 5)):
         ends, sizes = [0], []
         for split in range(splits):
-            block = gluon_on_cpu.Block(torch.tensor(splits + split), torch.tensor(2 * splits))  # type: ignore[arg-type]
-            roles = gluon_on_cpu.functions(modules, block)[device.__name__]
-            share = roles.share_of(pages, window, length, splits)
-            assert share.batch == 1 and int(share.first) == ends[-1]
+            keys = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(0, 1))[latent_keys.__name__]
+            one, query = torch.tensor(1), torch.tensor(0)
+            share = keys.share_of(pages, window, 1, length, one, torch.tensor(split), splits, query, query)
+            assert int(share.first) == ends[-1]
             ends.append(int(share.last))
             sizes.append((int(share.last) - int(share.first)) // 64)
         assert ends[-1] == -(-length // 64) * 64
@@ -169,22 +217,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "text"), REFUSED, ids=[text for _, text in REFUSED])
 def test_what_it_refuses(changes: dict[str, Any], text: str) -> None:
-    assert not latent.cannot(DEEPSEEK, H200)
-    assert any(text in reason for reason in latent.cannot(replace(DEEPSEEK, **changes), H200))
+    assert not latent.cannot(DEEPSEEK, H200, latent.FEW)
+    assert any(text in reason for reason in latent.cannot(replace(DEEPSEEK, **changes), H200, latent.FEW))
 
 
 def test_another_gpu_and_another_v_take_the_portable_launch() -> None:
-    assert latent.cannot(DEEPSEEK, Gpu.for_arch("sm_100"))
+    assert latent.cannot(DEEPSEEK, Gpu.for_arch("sm_100"), latent.FEW)
     k = torch.zeros(16, 64, 1, 576, dtype=torch.bfloat16)
     q = torch.zeros(16, 1, 16, 576, dtype=torch.bfloat16)
     one = Operands(q, k, k[..., :512])
-    assert latent.takes(DEEPSEEK, H200, one)
-    assert not latent.takes(DEEPSEEK, H200, one._replace(v=k.clone()[..., :512]))
-    assert not latent.takes(DEEPSEEK, H200, one._replace(q=q.flatten()[:-1].new_zeros(q.numel() + 1)[1:].view(q.shape)))
+    assert latent.takes(DEEPSEEK, H200, one, latent.FEW)
+    assert not latent.takes(DEEPSEEK, H200, one._replace(v=k.clone()[..., :512]), latent.FEW)
+    misaligned = one._replace(q=q.flatten()[:-1].new_zeros(q.numel() + 1)[1:].view(q.shape))
+    assert not latent.takes(DEEPSEEK, H200, misaligned, latent.FEW)
 
 
 def test_two_blocks_share_a_multiprocessor() -> None:
     for head_dim, head_dim_v in ((576, 512), (640, 640), (320, 256), (72, 40)):
         problem = replace(DEEPSEEK, head_dim=head_dim, head_dim_v=head_dim_v)
         assert latent.stages(problem, H200) >= latent.boxes(problem)
-        assert 2 * (latent.smem_bytes(problem, H200) + 1024) <= H200.smem_per_block_bytes + 1024
+        assert 2 * (latent.smem_bytes(problem, H200, latent.FEW) + 1024) <= H200.smem_per_block_bytes + 1024

@@ -404,7 +404,19 @@ def store_lse(m_i, l_row, lse_ptr, stride_lb, stride_lh, work, row_first, rules)
     gl.store(lse_ptr + first + queries, natural_lse(m_i, l_row), mask=queries < work.seqlen_q)
 
 
-# Scores whose rows are keys -------------------------------------------------------------------------------------------
+# A maximum that does not lag ------------------------------------------------------------------------------------------
+
+
+@jit
+def softmax_of_rows(x, m_i, l_i):
+    """Returns (p, alpha, m_i, l_i) for a step whose scores in bits are [queries, keys]. alpha is the factor of the
+    previous state; m_i and l_i are the new state, where l_i are `partial_sums`."""
+    m_new = gl.maximum(m_i, gl.max(x, axis=1))
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = exp2(m_i - shift)
+    p = exp2(x - shift[:, None])
+    sums = partial_sums(p, x.shape[1])
+    return p, alpha, m_new, l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + sums
 
 
 @jit

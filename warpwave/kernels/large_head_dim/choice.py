@@ -108,10 +108,10 @@ class Call:
         self.is_rdna = gpu.is_rdna
         self.has_room = not self.is_amd and gpu.smem_per_block_bytes >= 160 * 1024
 
-    @property
-    def is_latent(self) -> bool:
-        """Returns whether the launch for latent caches can run the call, and v is likely to be part of k."""
-        return self.problem.looks_latent and not latent.cannot(self.problem, self.gpu)
+    def is_latent(self, rows: int) -> bool:
+        """Returns whether the launch for latent caches with blocks of so many rows can run the call, and v is likely to
+        be part of k."""
+        return self.problem.looks_latent and not latent.cannot(self.problem, self.gpu, rows)
 
     @property
     def is_one_stage(self) -> bool:
@@ -159,12 +159,20 @@ FEWEST_PROGRAMS = "not measured; the interpreter runs one program after another,
 FEW_ROWS = "tiles of 16, 32 and 64 keys read the same 4.48 TB/s at batch 16 and head_dim 512"
 LOG = "large_head_dim.md"
 
-BY_MAP: Rule[Tile] = Rule(
-    "a decode step on a latent cache, Hopper, 16 bits, head_dim up to 640: tensor maps",
-    lambda c: c.is_latent,
-    (Tile(16, 64, 64, True, 4, 2, by_map=True),),
-    "19.7 us, and 25.6 by pointers at 8 x 4,096 keys; 40.1 and 56.4 at 1 x 65,536; level at 16 x 65,536",
-    LATENTS,
+BY_MAP: tuple[Rule[Tile], ...] = (
+    Rule(
+        "one query of at most 16 heads on a latent cache, Hopper, 16 bits, head_dim up to 640: tensor maps",
+        lambda c: c.is_latent(latent.FEW),
+        (Tile(16, 64, 64, True, 4, 2, by_map=True),),
+        "19.7 us, and 25.6 by pointers at 8 x 4,096 keys; 40.1 and 56.4 at 1 x 65,536; level at 16 x 65,536",
+        LATENTS,
+    ),
+    Rule(
+        "more than 16 rows on a latent cache, Hopper, 16 bits, head_dim_v up to 512 and 64 columns more in k: tensor maps",
+        lambda c: not c.is_few and c.is_latent(latent.MANY),
+        (Tile(64, 64, 64, True, 16, 2, by_map=True),),
+        NOT_MEASURED,
+    ),
 )
 # The widest tile that spills on no target (tests/compile); on Hopper the fastest one measured. The figures are of an
 # H200.
@@ -239,7 +247,7 @@ BY_POINTERS: tuple[Rule[Tile], ...] = (
     Rule("16 bits, Hopper", lambda c: c.is_hopper, (Tile(64, 32, 64, False, 8, 2),), NOT_MEASURED),
     Rule("16 bits", lambda c: True, (Tile(64, 32, 64, False, 8, 2),), NOT_MEASURED),
 )
-RULES = (BY_MAP, *BY_POINTERS)
+RULES = (*BY_MAP, *BY_POINTERS)
 # Fewer rows or keys on NVIDIA other than Hopper, if other data takes the registers of a tile of many rows: addresses of
 # rows that are read one element at a time, of many narrow pieces, of a mask or bias, or of packed sequences.
 LIGHTER: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
@@ -275,7 +283,7 @@ def of_table(problem: AttentionProblem, gpu: Gpu, by_map: bool = True) -> Config
     first, *changes = rows_of(problem, gpu, by_map)
     call = Call(problem, gpu)
     config = rules.changed(config_of(first.choices[0], call), changes, call)
-    splits = latent.num_splits(problem, gpu) if config.by_map else _num_splits(problem, gpu, config)
+    splits = latent.num_splits(problem, gpu, config.block_m) if config.by_map else _num_splits(problem, gpu, config)
     return replace(config, num_splits=splits)
 
 

@@ -29,9 +29,9 @@ class Config:
             those of v. Otherwise pieces of q and k are read together for every tile, which takes little memory.
         num_warps: warps of a program, a power of two.
         num_stages: steps in flight.
-        by_map: on Hopper, run a decode step on a latent cache by tensor maps and wgmma (latent_device.py), which has
-            its own tiles and warps. If v turns out not to be part of k, or maps cannot describe a tensor, this has no
-            effect.
+        by_map: on Hopper, run a call on a latent cache by tensor maps and wgmma, which has its own tiles and warps:
+            16 rows for one query a sequence (latent_device.py), or 64 (latent_rows_device.py). If v turns out not to be
+            part of k, or maps cannot describe a tensor, this has no effect.
     """
 
     block_m: int
@@ -91,8 +91,8 @@ MAX_COLUMNS = 512  # columns of v per program: for 64 rows they take half of the
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
-    if config.by_map and not latent.cannot(problem, gpu):
-        return latent.smem_bytes(problem, gpu)
+    if config.by_map and not latent.cannot(problem, gpu, config.block_m):
+        return latent.smem_bytes(problem, gpu, config.block_m)
     size = DTYPE_BYTES[problem.dtype]
     block_v, v_pieces = columns_of(problem, config)
     columns, width = block_v * v_pieces, -(-problem.head_dim // config.block_d) * config.block_d

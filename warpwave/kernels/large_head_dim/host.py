@@ -87,7 +87,7 @@ def bind(problem: AttentionProblem, operands: Any, config: Config, out: torch.Te
         one_tensor = latent.is_one_tensor(operands)
         if one_tensor not in bound:
             given = straight(operands)
-            taken = config if latent.takes(problem, gpu, given) else _by_pointers(problem, gpu, config)
+            taken = config if latent.takes(problem, gpu, given, config.block_m) else _by_pointers(problem, gpu, config)
             launches = _specify(problem, gpu, given, *allocate(out), taken)
             bound[one_tensor] = taken.num_splits, [launch.bind(spec, takes) for spec, takes in launches]
         return bound[one_tensor]
@@ -128,14 +128,15 @@ def _specify(
     """Returns each launch, and the positions of its tensors among the arguments it is given, None if they are the
     same."""
     acc = state = None
-    by_map, merge = config.by_map and latent.takes(problem, gpu, operands), list[tuple[launch.Launch, latent.Takes]]()
+    by_map = config.by_map and latent.takes(problem, gpu, operands, config.block_m)
+    merge = list[tuple[launch.Launch, latent.Takes]]()
     if config.num_splits > 1:
         acc, state = partials.allocate(problem, config.num_splits, out.device)
         specify_merge = latent.specify_merge if by_map else _merge
         merge = [(specify_merge(problem, config.num_splits, acc, state, out, lse, operands.sinks), None)]
     if by_map:
         arguments = (*operands[:3], out, lse, acc, state, *_beyond(operands))
-        return [latent.specify(problem, gpu, operands, arguments, config.num_splits), *merge]
+        return [latent.specify(problem, gpu, operands, arguments, config.block_m, config.num_splits), *merge]
     heads = problem.heads_together
     units = problem.num_heads_q // heads
     # v may have another width than k, so its rows begin at other multiples.
@@ -253,7 +254,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     rows = problem.rows * problem.num_heads_q
     resident = rows if config.q_resident else visited * config.block_m
     beside = bytes_per_score(problem)
-    by_latents = problem.v_in_k and config.by_map and not latent.cannot(problem, gpu)
+    by_latents = problem.v_in_k and config.by_map and not latent.cannot(problem, gpu, config.block_m)
     is_once = by_latents or (problem.v_in_k and _can_share_tiles(config, block_v))
     out_bytes = rows * (problem.head_dim_v * size + (4 if problem.return_lse else 0))
     workspace = partials.workspace_bytes(problem, config.num_splits) if config.num_splits > 1 else 0

@@ -1,5 +1,8 @@
-"""large_head_dim's launch for a decode step on a latent cache on Hopper (latent_device.py): its tensor maps, arguments
-and limits. Holds no device code."""
+"""large_head_dim's launches for latent caches on Hopper: their tensor maps, arguments, limits and splits.
+
+Blocks have 16 rows, for one query a sequence (latent_device.py), or 64 (latent_rows_device.py). `rows` is that number,
+`Config.block_m`. Holds no device code.
+"""
 
 from __future__ import annotations
 
@@ -11,63 +14,99 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.large_head_dim.latent_device import latent_decode_kernel
+from warpwave.kernels.large_head_dim.latent_rows_device import latent_rows_kernel
 from warpwave.operands import CachedOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.tensor_maps import MapPlan, has_map
 
-KEYS, BOX, HEADS = 64, 64, 16  # keys of a step, columns of a box, query heads of a program
-MOST_STAGES = 16
-BLOCKS_OF_SM = 2
+KEYS, BOX = 64, 64  # keys of a step, columns of a box
+FEW, MANY = 16, 64  # rows of a block of each launch
+MOST_STAGES = 16  # boxes in the ring of a block of few rows
+MOST_TILES = 4  # tiles of keys in the ring of a block of many rows
+MOST_WIDTH = 128  # columns of a piece
+MOST_COLUMNS = 512  # of v in a block of many rows: 128 registers a thread of two warpgroups
+BLOCKS_OF_SM = 2  # of few rows
 Takes = Sequence[launch.Take] | None
 # Positions of the pointers among large_head_dim's arguments (q, k, v, out, lse, acc, state, the operands after v).
 POINTERS = (3, 4, 5, 6)
 OTHERS = tuple(CachedOperands._fields.index(name) + 4 for name in ("sinks", "page_table", "seqused_k", "rows"))
 
 
-def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why this launch cannot compute a problem on this GPU, whatever its v is."""
+def cannot(problem: AttentionProblem, gpu: Gpu, rows: int) -> list[str]:
+    """Returns why the launch with blocks of so many rows cannot compute a problem on this GPU, whatever its v is."""
+    beside = problem.head_dim - problem.head_dim_v
     others = {
         f"a GPU of {gpu.arch}": gpu.capability != 90,
         "float32": DTYPE_BYTES[problem.dtype] != 2,
-        "several queries a sequence": problem.seqlen_q != 1,
         "several heads of keys": problem.num_heads_kv != 1,
-        f"more than {HEADS} query heads": problem.num_heads_q > HEADS,
         f"pages of {problem.page_size}": problem.page_size not in (0, 16, 32) and problem.page_size % KEYS != 0,
         f"head_dim {problem.head_dim}": problem.head_dim % 8 != 0,
-        "values wider than keys": problem.head_dim_v > problem.head_dim,
+        "values wider than keys": beside < 0,
+        f"blocks of {rows} rows": rows not in (FEW, MANY),
     }
+    if rows == FEW:
+        others |= {
+            "several queries a sequence": problem.seqlen_q != 1,
+            f"more than {FEW} query heads": problem.num_heads_q > FEW,
+        }
+    else:
+        others |= {
+            f"head_dim_v {problem.head_dim_v}": problem.head_dim_v % (2 * BOX) != 0
+            or problem.head_dim_v > MOST_COLUMNS,
+            f"{beside} columns of k beside v": not 0 < beside <= BOX,
+        }
     found = reasons.of_features(problem, "the launch for latents does not support", others)
-    if not found and stages(problem, gpu) < boxes(problem):
+    if not found and rows == FEW and stages(problem, gpu) < boxes(problem):
         found.append(f"head_dim {problem.head_dim} does not fit half of a multiprocessor's shared memory")
     return found
 
 
+def tiles_of_rows(problem: AttentionProblem, rows: int) -> int:
+    """Returns the blocks of a sequence whose keys are not split."""
+    return -(-problem.seqlen_q * problem.num_heads_q // rows)
+
+
 def boxes(problem: AttentionProblem) -> int:
-    """Returns the boxes of a step, which is the fewest that the ring must hold."""
+    """Returns the boxes of a step, which is the fewest that a ring must hold."""
     return -(-problem.head_dim // BOX)
 
 
-def _beside(problem: AttentionProblem) -> int:
+def _beside(problem: AttentionProblem, rows: int) -> int:
     """Returns the bytes of q, probabilities and barriers, and the needs of reductions and Triton."""
-    return 2 * HEADS * boxes(problem) * BOX + 2 * KEYS * HEADS + 2048
+    return 2 * rows * boxes(problem) * BOX + 2 * KEYS * rows + 2048
 
 
 def stages(problem: AttentionProblem, gpu: Gpu) -> int:
-    """Returns the boxes of the ring if two blocks share a multiprocessor's memory, each with 1 KiB that CUDA keeps."""
-    room = (gpu.smem_per_block_bytes + 1024) // BLOCKS_OF_SM - 1024 - _beside(problem)
+    """Returns the boxes of the ring if two blocks of few rows share a multiprocessor's memory, each with 1 KiB that
+    CUDA keeps."""
+    room = (gpu.smem_per_block_bytes + 1024) // BLOCKS_OF_SM - 1024 - _beside(problem, FEW)
     return min(MOST_STAGES, room // (2 * KEYS * BOX))
 
 
-def smem_bytes(problem: AttentionProblem, gpu: Gpu) -> int:
+def tiles_in_flight(problem: AttentionProblem, gpu: Gpu) -> int:
+    """Returns the tiles of keys that the ring of a block of many rows holds."""
+    return min(MOST_TILES, (gpu.smem_per_block_bytes - _beside(problem, MANY)) // (2 * KEYS * BOX * boxes(problem)))
+
+
+def width_of(problem: AttentionProblem) -> int:
+    """Returns the columns of a piece: each of two warpgroups has half of the columns of v in whole pieces."""
+    return math.gcd(MOST_WIDTH, problem.head_dim_v // 2)
+
+
+def smem_bytes(problem: AttentionProblem, gpu: Gpu, rows: int) -> int:
     """Returns the shared memory of a block."""
-    return 2 * KEYS * BOX * stages(problem, gpu) + _beside(problem)
+    ring = stages(problem, gpu) if rows == FEW else tiles_in_flight(problem, gpu) * boxes(problem)
+    return 2 * KEYS * BOX * ring + _beside(problem, rows)
 
 
-def takes(problem: AttentionProblem, gpu: Gpu, operands: Any) -> bool:
-    """Returns whether this launch takes these operands. Tensors without memory are treated as a latent cache."""
-    if cannot(problem, gpu) or not (has_map(operands.q) and has_map(operands.k)):
+def takes(problem: AttentionProblem, gpu: Gpu, operands: Any, rows: int) -> bool:
+    """Returns whether the launch takes these operands. Tensors without memory are treated as a latent cache."""
+    q = operands.q
+    if cannot(problem, gpu, rows) or not (has_map(q) and has_map(operands.k)):
         return False
+    if problem.seqlen_q > 1 and q.stride(1) != problem.num_heads_q * q.stride(2):
+        return False  # rows of queries and heads are not one axis
     return operands.k.device.type == "meta" or is_one_tensor(operands)
 
 
@@ -84,25 +123,27 @@ def is_one_tensor(operands: Any) -> bool:
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: Any, arguments: tuple[Any, ...], num_splits: int
+    problem: AttentionProblem, gpu: Gpu, operands: Any, arguments: tuple[Any, ...], rows: int, num_splits: int
 ) -> tuple[launch.Launch, Takes]:
     """Returns the launch, and the position of each of its tensors among large_head_dim's arguments: q, k, v, out, lse,
     acc, state, and the operands after v."""
     q, k = operands.q, operands.k
-    # (batch or page, 1, head or key, column); an axis of size 1 may have any stride.
-    of_q = (problem.batch, 1, problem.num_heads_q, problem.head_dim), (q.stride(0), q.stride(0), q.stride(2), 1)
+    # (batch or page, 1, row or key, column); an axis of size 1 may have any stride.
+    rows_of_q = problem.seqlen_q * problem.num_heads_q
+    of_q = (problem.batch, 1, rows_of_q, problem.head_dim), (q.stride(0), q.stride(0), q.stride(2), 1)
     of_k = (k.shape[0], 1, k.shape[1], problem.head_dim), (k.stride(0), k.stride(0), k.stride(1), 1)
-    rows = min(KEYS, problem.page_size or KEYS)
-    maps = (MapPlan(0, *of_q, (1, 1, HEADS, BOX)), MapPlan(1, *of_k, (1, 1, rows, BOX)))
+    copied = min(KEYS, problem.page_size or KEYS)
+    maps = (MapPlan(0, *of_q, (1, 1, rows, BOX)), MapPlan(1, *of_k, (1, 1, copied, BOX)))
     table = arguments[OTHERS[1]]
     spec = launch.Launch(
-        kernel=latent_decode_kernel,
-        grid=problem.batch * num_splits,
+        kernel=latent_decode_kernel if rows == FEW else latent_rows_kernel,
+        grid=problem.batch * tiles_of_rows(problem, rows) * num_splits,
         tensors=(
             *(launch.Mapped(plan, arguments[plan.source]) for plan in maps),
             *(arguments[number] for number in (*POINTERS, *OTHERS)),
         ),
         scalars=[
+            *([] if rows == FEW else [problem.seqlen_q]),
             problem.seqlen_k,
             problem.num_heads_q,
             num_splits,
@@ -112,8 +153,7 @@ def specify(
             problem.softmax_scale * math.log2(math.e),
         ],
         constants={
-            "STAGES": stages(problem, gpu),
-            "HEAD_DIM": problem.head_dim,
+            **(_of_few_rows(problem, gpu) if rows == FEW else _of_many_rows(problem, gpu)),
             "HEAD_DIM_V": problem.head_dim_v,
             "SPLIT": num_splits > 1,
             **band_constants(problem),
@@ -127,10 +167,18 @@ def specify(
             "num_warps": 4,
             "enable_fp_fusion": False,
             "launch_pdl": True,
-            "maxnreg": 65536 // (256 * BLOCKS_OF_SM),
+            **({"maxnreg": 65536 // (256 * BLOCKS_OF_SM)} if rows == FEW else {}),
         },
     )
     return spec, (*maps, *POINTERS, *OTHERS)
+
+
+def _of_few_rows(problem: AttentionProblem, gpu: Gpu) -> dict[str, int]:
+    return {"STAGES": stages(problem, gpu), "HEAD_DIM": problem.head_dim}
+
+
+def _of_many_rows(problem: AttentionProblem, gpu: Gpu) -> dict[str, int]:
+    return {"TILES": tiles_in_flight(problem, gpu), "WIDTH": width_of(problem), "VALUES_REGISTERS": 168}
 
 
 def specify_merge(
@@ -167,6 +215,8 @@ def takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 FEW_PARTS = 8  # partial results that merge at once
 SHORT = 7  # tiles of a split: below, a second block per multiprocessor gains less than its partial results cost
+TILES_OF_START = 1.5  # loading q, and storing the result, of a block of many rows
+TILES_OF_PART = 2.0  # storing and merging a partial result of it
 PART_AGAINST_TILE = 18  # merging one more partial result costs as much as an eighteenth of a tile
 
 
@@ -174,7 +224,24 @@ def _tiles(problem: AttentionProblem) -> int:
     return -(-problem.seqlen_k // KEYS)
 
 
-def num_splits(problem: AttentionProblem, gpu: Gpu) -> int:
+def num_splits(problem: AttentionProblem, gpu: Gpu, rows: int) -> int:
+    """Returns the number of splits of the keys for a launch with blocks of so many rows."""
+    return splits_of_few_rows(problem, gpu) if rows == FEW else splits_of_many_rows(problem, gpu)
+
+
+def splits_of_many_rows(problem: AttentionProblem, gpu: Gpu) -> int:
+    """Returns the number of splits with the least time, which is counted in tiles of keys: of the rounds in which
+    multiprocessors process all blocks, and of the partial results."""
+    blocks, tiles = sequences(problem) * tiles_of_rows(problem, MANY), _tiles(problem)
+
+    def cost(splits: int) -> float:
+        rounds = -(-blocks * splits // gpu.assumed_sms)
+        return rounds * (-(-tiles // splits) + TILES_OF_START + TILES_OF_PART * (splits > 1)) + (splits > 1)
+
+    return min(range(1, max(1, min(tiles // 2, gpu.assumed_sms)) + 1), key=cost)
+
+
+def splits_of_few_rows(problem: AttentionProblem, gpu: Gpu) -> int:
     """Returns the number of splits that fills a GPU once with two blocks per multiprocessor, which read 1.1 times as
     fast as one.
 
