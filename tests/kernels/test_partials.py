@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize(("num_parts", "head_dim_v"), [(2, 16), (9, 40), (33, 128), (70, 128), (5, 1024)])
+@pytest.mark.parametrize(("num_parts", "head_dim_v"), [(2, 16), (9, 40), (33, 128), (70, 128), (5, 1024), (20, 576)])
 def test_parts_become_one(num_parts: int, head_dim_v: int, batch_invariant: bool, sinks: bool) -> None:
     problem = AttentionProblem(
         batch=1, seqlen_q=3, seqlen_k=num_parts, num_heads_q=2, num_heads_kv=1, head_dim=16, head_dim_v=head_dim_v,

@@ -27,6 +27,7 @@ from warpwave.runtime.launch import Launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
 LOADED_AT_ONCE = 4096  # most elements that a merging block loads together, so that their latencies overlap
+LEAST_COLUMNS = 64  # of a merging block: 256 bytes, adjacent in memory
 UNSPECIALIZED = ["rows_heads", "num_heads_q", "num_parts", "lse_rows"]
 
 
@@ -148,15 +149,17 @@ def merge_partials_kernel(
     WRITE_LSE: tl.constexpr,
     LAUNCHED_AHEAD: tl.constexpr,
 ):
-    """Merges all parts of one row of one head, PARTS at a time, or at once.
+    """Merges BLOCK_DV columns of all parts of one row of one head, PARTS at a time, or at once.
 
     Bound: latency; the parts were written a moment ago and are in L2.
     """
     if LAUNCHED_AHEAD:
         await_launch_before()
-    row_head = tl.program_id(0).to(tl.int64)
+    COLUMN_BLOCKS: tl.constexpr = (HEAD_DIM_V + BLOCK_DV - 1) // BLOCK_DV
+    row_head = tl.program_id(0).to(tl.int64) // COLUMN_BLOCKS
+    column_block = tl.program_id(0) % COLUMN_BLOCKS
     rows_heads = tl.cast(rows_heads, tl.int64)
-    dims = tl.arange(0, BLOCK_DV)
+    dims = column_block * BLOCK_DV + tl.arange(0, BLOCK_DV)
     only = row_head + tl.arange(0, 1)
     m_i, l_i, acc = parts_of_rows(acc_ptr, state_ptr, only, 0, num_parts, rows_heads, dims, HEAD_DIM_V, PARTS, SPARSE)
     if not AT_ONCE:
@@ -174,7 +177,7 @@ def merge_partials_kernel(
     tl.store(out_ptr + offsets, rounded(out, out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM_V)[None, :])
     if WRITE_LSE:
         offset = lse_offset(row_head // num_heads_q, head, num_heads_q, lse_rows)
-        tl.store(lse_ptr + offset + tl.arange(0, 1), lse_of(m_i, l_i))
+        tl.store(lse_ptr + offset + tl.arange(0, 1), lse_of(m_i, l_i), mask=column_block == 0)
 
 
 # acc, float32 (num_parts, rows, num_heads_q, head_dim_v), and state, float32 (num_parts, 2, rows, num_heads_q) with
@@ -228,17 +231,17 @@ def specify_merge(
 ) -> Launch:
     """Returns the launch that merges `num_parts` parts of every row.
 
-    All of them are loaded at once if registers allow; if many may be empty (`sparse`), only those that are not.
+    If many may be empty (`sparse`), their states are loaded first.
     """
-    parts, at_once = loads(problem, num_parts)
+    parts, columns, at_once = loads(problem, num_parts)
     return Launch(
         kernel=merge_partials_kernel,
-        grid=problem.rows * problem.num_heads_q,
+        grid=merge_grid(problem, num_parts),
         tensors=(acc, state, out, lse, sinks),
         scalars=merge_scalars(problem, num_parts),
         constants={
             "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_DV": padded(problem.head_dim_v),
+            "BLOCK_DV": columns,
             "PARTS": parts,
             "AT_ONCE": at_once,
             "SPARSE": sparse,
@@ -255,11 +258,23 @@ def specify_merge(
     )
 
 
-def loads(problem: AttentionProblem, num_parts: int) -> tuple[int, bool]:
-    """Returns how many parts of a row are loaded at a time, and whether these are all of them."""
-    parts = max(1, LOADED_AT_ONCE // padded(problem.head_dim_v))
-    parts = min(parts, 1 << (num_parts - 1).bit_length())
-    return parts, num_parts <= parts
+def loads(problem: AttentionProblem, num_parts: int) -> tuple[int, int, bool]:
+    """Returns how many parts of how many columns of a row a block loads at a time, and whether these are all parts. The
+    more parts there are, the more blocks divide the columns of a row."""
+    parts = 1 << (num_parts - 1).bit_length()
+    columns = min(padded(problem.head_dim_v), max(LEAST_COLUMNS, LOADED_AT_ONCE // parts))
+    parts = min(parts, max(1, LOADED_AT_ONCE // columns))
+    return parts, columns, num_parts <= parts
+
+
+def merge_grid(problem: AttentionProblem, num_parts: int) -> int:
+    """Returns the number of blocks of `specify_merge`'s launch."""
+    return problem.rows * problem.num_heads_q * column_blocks(problem, num_parts)
+
+
+def column_blocks(problem: AttentionProblem, num_parts: int) -> int:
+    """Returns the number of blocks that divide the columns of a row."""
+    return -(-problem.head_dim_v // loads(problem, num_parts)[1])
 
 
 def merge_scalars(problem: AttentionProblem, num_parts: int) -> list[int]:

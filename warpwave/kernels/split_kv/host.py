@@ -188,7 +188,7 @@ def _beside(
     """Makes and keeps an entry of `known.beside`; None if the merge is not compiled for it yet."""
     merge = None
     if known.merge is not None:
-        merge = known.merge.launcher(problem.rows * problem.num_heads_q, partials.merge_scalars(problem, parts))
+        merge = known.merge.launcher(partials.merge_grid(problem, parts), partials.merge_scalars(problem, parts))
         if merge is None:
             return None
     if len(known.beside) >= MAX_KNOWN:
