@@ -39,6 +39,7 @@ class Case:
         scale: softmax_scale, None for the default.
         layout: how q, k and v lie in memory: a key of `LAYOUTS`.
         dropout: dropout_p.
+        v_in_k: whether v is the first columns of k, as in a latent cache.
     """
 
     dtype: str = "float16"
@@ -58,6 +59,7 @@ class Case:
     layout: str = "bshd"
     lse: bool = True
     dropout: float = 0.0
+    v_in_k: bool = False
 
     def __str__(self) -> str:
         """Returns the features that differ from the plainest call, for test ids."""
@@ -76,6 +78,7 @@ class Case:
             "layout",
             "lse",
             "dropout",
+            "v_in_k",
         ):
             value = getattr(self, name)
             if value != getattr(PLAIN, name):
@@ -131,6 +134,8 @@ def build(case: Case, data: Data, device: torch.device, seed: int = 0) -> Call:
     factors: dict[str, Any] = {}
     if not is_quantized:
         q, k, v = LAYOUTS[case.layout](q.to(dtype), k.to(dtype), v.to(dtype))
+    if case.v_in_k:
+        v = k[..., :head_dim_v]
 
     def scattered(share: float, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=g, device=device) < share

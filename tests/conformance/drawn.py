@@ -54,6 +54,8 @@ WIDTHS = (
     *(127, 128, 129, 136, 144, 160, 176, 192, 193, 200, 224, 240, 248, 255, 256),
 )
 ALIGNED = tuple(width for width in WIDTHS if width % 8 == 0)  # which tensor maps can describe
+LATENTS = ((576, 512), (576, 512), (640, 640), (320, 256), (264, 256), (192, 128), (136, 128), (448, 384), (72, 40))
+LATENT_HEADS = ((1, 1), (3, 1), (16, 1), (17, 1), (24, 1), (128, 1))
 WIDE = (257, 264, 288, 300, 320, 352, 384, 392, 448, 511, 512, 513, 576, 640, 700)
 LENGTHS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 127, 128, 129, 191, 193, 255, 257, 300)
 LONG = (511, 513, 700, 1000, 1023, 1024, 1025, 1537, 2049)
@@ -155,6 +157,18 @@ def _window(rng: random.Random) -> tuple[int, int]:
     return left, right
 
 
+def _latent(rng: random.Random) -> dict[str, Any]:
+    """Returns features of calls on a latent cache, most of which a launch of Hopper's own takes."""
+    features: dict[str, Any] = {
+        "dims": rng.choice(LATENTS),
+        "v_in_k": True,
+        "dtype": rng.choice(("float16", "bfloat16")),
+    }
+    if rng.random() < 0.7:
+        features |= {"softcap": 0.0, "alibi": False}
+    return features
+
+
 def _draw_dense(seed: int, of_class: random.Random, of_call: random.Random) -> Drawn:
     packed, gradients = of_class.random() < 0.3, of_class.random() < 0.2
     dims, quantized = _widths(of_class), not gradients and of_class.random() < 0.2
@@ -177,6 +191,9 @@ def _draw_dense(seed: int, of_class: random.Random, of_call: random.Random) -> D
     other_config = of_class.random() < 0.25
     budget = 10.0 ** of_class.uniform(-6.3, -2) if dtype == "float32:default" and of_class.random() < 0.2 else None
 
+    is_latent = not (packed or gradients or quantized) and of_class.random() < 0.12
+    if is_latent:
+        features |= _latent(of_class) | {"alibi": "", "mask": "", "bias": ""}
     interpreted = not ON_GPU and name < INTERPRETED_SHARE
     if interpreted and max(dims) > INTERPRETED_WIDTH:
         features["dims"] = (min(dims[0], INTERPRETED_WIDTH), min(dims[1], INTERPRETED_WIDTH))
@@ -190,7 +207,9 @@ def _draw_dense(seed: int, of_class: random.Random, of_call: random.Random) -> D
     case = Case(
         **features,
         lengths=lengths,
-        heads=of_call.choice(HEADS if ON_GPU else INTERPRETED_HEADS if interpreted else FEW_HEADS),
+        heads=of_call.choice(
+            LATENT_HEADS if is_latent else HEADS if ON_GPU else INTERPRETED_HEADS if interpreted else FEW_HEADS
+        ),
         batch=1 if interpreted else of_call.choice((1, 1, 2, 2, 3, 5)),
         window=_window(of_call) if has_window else (-1, -1),
         scale=None if gradients else of_call.choice(SCALES),
@@ -256,6 +275,8 @@ def _draw_paged(seed: int, of_class: random.Random, of_call: random.Random) -> D
     }  # fmt: skip
     by_name, name, index = of_class.random() < 0.8, of_class.random(), of_class.random()
     has_window, other_config = of_class.random() < 0.3, of_class.random() < 0.2
+    if is_latent := of_class.random() < 0.25:
+        features |= _latent(of_class)
     interpreted = not ON_GPU and name < INTERPRETED_SHARE
     if interpreted:
         features["dims"] = (min(features["dims"][0], INTERPRETED_WIDTH), min(features["dims"][1], INTERPRETED_WIDTH))
@@ -270,7 +291,7 @@ def _draw_paged(seed: int, of_class: random.Random, of_call: random.Random) -> D
     longest = max(1, *(k for _, k in lengths))
     case = PagedCase(
         **features,
-        heads=of_call.choice(HEADS if ON_GPU else FEW_HEADS),
+        heads=of_call.choice(LATENT_HEADS if is_latent else HEADS if ON_GPU else FEW_HEADS),
         lengths=tuple(lengths),
         window=_window(of_call) if has_window else (-1, -1),
         max_seqlen_k=longest + of_call.choice((0, 1, 100)),
@@ -378,6 +399,8 @@ def _with_hidden_nan(call: cases.Call) -> Any:
     """Returns the operands with NaN in the keys and values that no query sees, in int8 with the lowest number."""
     group = call.problem.num_heads_q // call.problem.num_heads_kv
     k, v = (_independent(t).clone() for t in call.operands[1:3])
+    if call.operands.k.data_ptr() == call.operands.v.data_ptr():
+        v = k[..., : v.shape[-1]]
     for shown, keys, values in zip(
         harness.visible(call), _by_keys(call, k), _by_keys(call, v), strict=True
     ):  # [heads, rows, keys], [keys, heads, width]

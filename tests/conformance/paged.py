@@ -42,11 +42,24 @@ class PagedCase:
     lse: bool = True
     max_seqlen_k: int = 128
     cache: str = ""
+    v_in_k: bool = False
 
     def __str__(self) -> str:
         plain = PagedCase()
         parts = [f"page{self.page_size}", self.dtype, "_".join(f"{q}x{k}" for q, k in self.lengths)]
-        for name in ("dims", "heads", "packed", "causal", "window", "alibi", "softcap", "sinks", "lse", "cache"):
+        for name in (
+            "dims",
+            "heads",
+            "packed",
+            "causal",
+            "window",
+            "alibi",
+            "softcap",
+            "sinks",
+            "lse",
+            "cache",
+            "v_in_k",
+        ):
             value = getattr(self, name)
             if value != getattr(plain, name):
                 value = "x".join(map(str, value)) if isinstance(value, tuple) else value
@@ -118,7 +131,7 @@ def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> P
         ends = torch.tensor([0, *(q for q, _ in case.lengths)], device=device).cumsum(0)
         cu_seqlens = ends.to(torch.int32)
     operands = CachedOperands(
-        q, pools[0], pools[1],
+        q, pools[0], pools[0][..., :head_dim_v] if case.v_in_k else pools[1],
         alibi_slopes=2.0 ** -torch.arange(1, heads_q + 1, device=device, dtype=torch.float32) if case.alibi else None,
         sinks=normal(heads_q) if case.sinks else None,
         cu_seqlens_q=cu_seqlens, page_table=table, seqused_k=seqused, rows=rows.to(torch.int32),
@@ -138,6 +151,8 @@ def build(case: PagedCase, data: Data, device: torch.device, seed: int = 0) -> P
     problem = replace(describe_cached_call(operands, said), lengths=case.lengths if case.packed else None)
     if case.cache:
         k, v = (x.float() * (1 if f is None else f[..., None]) for x, f in parts)
+    if case.v_in_k:
+        v = k[..., :head_dim_v]
     keys, values = ([x[b, :n] for b, (_, n) in enumerate(case.lengths)] for x in (k, v))
     return PagedCall(problem, operands, options, keys, values)
 

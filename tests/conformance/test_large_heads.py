@@ -89,16 +89,10 @@ def test_probes(features: str, name: str, request: pytest.FixtureRequest) -> Non
 DECODING = replace(PLAIN, dtype="bfloat16", dims=(192, 128), lengths=(1, 70), heads=(4, 2))
 
 
-def with_one_tensor(call: Call) -> Call:
-    """The call with v the first columns of k, a view of the same memory."""
-    k = call.operands.k
-    return call._replace(operands=call.operands._replace(v=k[..., : call.problem.head_dim_v]))
-
-
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_one_tensor_for_k_and_v(num_splits: int) -> None:
     """Read once or twice, the same bits; and a later call of the same layout with another v reads that."""
-    one = with_one_tensor(cases.build(replace(DECODING, sinks=True), "normal", DEVICE))
+    one = cases.build(replace(DECODING, sinks=True, v_in_k=True), "normal", DEVICE)
     config = large_head_dim.Config(16, 16, 64, 1, num_splits, True, 4, 1)
     result = harness.run("large_head_dim", one, config)
     v = (one.operands.k * 2)[..., : one.problem.head_dim_v]
@@ -150,9 +144,9 @@ def by_map(rows: int, num_splits: int) -> large_head_dim.Config:
 @pytest.mark.parametrize(("rows", "features"), BY_MAP)
 def test_latents_on_hopper(rows: int, features: str, data: Data, num_splits: int) -> None:
     """By tensor maps, in some shares and in more than there are tiles, time and again: the same bits, and the gates."""
-    case = replace(PLAIN, dtype="bfloat16", dims=(576, 512), heads=(16, 1), batch=5, lengths=(1, 3333))
+    case = replace(PLAIN, dtype="bfloat16", dims=(576, 512), heads=(16, 1), batch=5, lengths=(1, 3333), v_in_k=True)
     of_case = (LATENTS if rows == 16 else MANY_ROWS)[features]
-    call = with_one_tensor(cases.build(replace(case, **of_case), data, DEVICE))
+    call = cases.build(replace(case, **of_case), data, DEVICE)
     assert not large_head_dim_latent.cannot(call.problem, GPU, rows)
     assert_gates("large_head_dim", call, by_map(rows, num_splits))
     expected = bits(*harness.run("large_head_dim", call, by_map(rows, num_splits)))
@@ -164,15 +158,18 @@ def test_latents_on_hopper(rows: int, features: str, data: Data, num_splits: int
 @pytest.mark.skipif(GPU.capability != 90, reason="a launch of Hopper's own")
 @pytest.mark.parametrize("num_splits", [1, 3, 40])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 256])
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(("rows", "queries"), [(16, (1, 1, 1, 1, 1)), (64, (5, 5, 5, 5, 5)), (64, (70, 0, 1, 9, 1))])
 @pytest.mark.parametrize("mask", [{}, {"causal": "bottom_right", "sinks": True}, {"window": (500, 0)}], ids=str)
-def test_latents_in_pages_on_hopper(mask: dict[str, Any], rows: int, page_size: int, num_splits: int) -> None:
-    """Pages in no order, NaN in every cell that holds no token, a sequence of none."""
-    queries = 1 if rows == 16 else 5
-    lengths = ((queries, 3000), (queries, 0), (queries, 64), (queries, 65), (queries, 1))
-    case = paged.PagedCase(page_size, "bfloat16", (576, 512), (16, 1), lengths, max_seqlen_k=3072, **mask)
+def test_latents_in_pages_on_hopper(
+    mask: dict[str, Any], rows: int, queries: tuple[int, ...], page_size: int, num_splits: int
+) -> None:
+    """Pages in no order, NaN in every cell that holds no token, a sequence of none; packed queries."""
+    lengths = tuple(zip(queries, (3000, 0, 64, 65, 1), strict=True))
+    case = paged.PagedCase(
+        page_size, "bfloat16", (576, 512), (16, 1), lengths, len(set(queries)) > 1, max_seqlen_k=3072, v_in_k=True,
+        **mask,
+    )  # fmt: skip
     call = paged.build(case, "normal", DEVICE)
-    call = call._replace(operands=call.operands._replace(v=call.operands.k[..., :512]))
     out, lse = paged.run("large_head_dim", call, config=by_map(rows, num_splits))
     operands: Any = call.operands
     verdict = judge_forward(call.problem, forward_references(call.problem, operands), out, lse)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance import cases
+from tests.conformance import cases, paged
 from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
@@ -24,7 +24,7 @@ from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=3)
-LATENT = replace(PLAIN, dtype="bfloat16", dims=(136, 72), heads=(4, 1), batch=2, lengths=(1, 300))
+LATENT = replace(PLAIN, dtype="bfloat16", dims=(136, 72), heads=(4, 1), batch=2, lengths=(1, 300), v_in_k=True)
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all heads": {"heads": (16, 1), "dims": (192, 128), "lengths": (1, 64)},
@@ -65,11 +65,11 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
 
 def device_modules() -> tuple[Any, ...]:
     """The modules of the device functions of both launches."""
-    from warpwave.kernels.hopper import parts, rows, softmax
+    from warpwave.kernels.hopper import parts, rows, scheduler, softmax
     from warpwave.kernels.hopper.large_head_dim import roles
     from warpwave.kernels.large_head_dim import latent_device, latent_keys, latent_rows_device
 
-    return (latent_device, latent_rows_device, latent_keys, roles, parts, rows, softmax)
+    return (latent_device, latent_rows_device, latent_keys, roles, scheduler, parts, rows, softmax)
 
 
 def on_cpu(
@@ -95,9 +95,7 @@ def on_cpu(
 
 def of_latent(features: dict[str, Any], data: Data) -> cases.Call:
     """A call whose v is the first columns of its k."""
-    call = cases.build(replace(LATENT, **features), data, torch.device("cpu"))
-    k = call.operands.k
-    return call._replace(operands=call.operands._replace(v=k[..., : call.problem.head_dim_v]))
+    return cases.build(replace(LATENT, **features), data, torch.device("cpu"))
 
 
 @needs_triton
@@ -163,6 +161,24 @@ def test_pages_that_lie_in_no_order(rows: int, page_size: int, num_splits: int) 
         expected, of_lse = on_cpu(one, alone, num_splits, rows)
         assert torch.equal(out[b], expected[0]), b
         assert torch.equal(lse[b], of_lse[0]), b
+
+
+@needs_triton
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("mask", [{"causal": "bottom_right", "sinks": True}, {"window": (90, 0)}, {}], ids=str)
+def test_packed_queries(mask: dict[str, Any], num_splits: int) -> None:
+    """Tiles of 64 rows that begin and end anywhere in a sequence, and slots without rows."""
+    lengths = ((3, 200), (0, 77), (1, 300), (20, 64), (5, 0), (9, 9))
+    case = paged.PagedCase(
+        16, "bfloat16", (136, 128), (24, 1), lengths, packed=True, max_seqlen_k=304, v_in_k=True, **mask
+    )
+    call = paged.build(case, "normal", torch.device("cpu"))
+    operands: Any = call.operands
+    problem = replace(call.problem, return_lse=True)
+    assert not latent.cannot(problem, H200, latent.MANY)
+    out, lse = on_cpu(problem, operands, num_splits, latent.MANY)
+    verdict = judge_forward(problem, forward_references(problem, operands), out, lse)
+    assert verdict.passed, str(verdict)
 
 
 @needs_triton

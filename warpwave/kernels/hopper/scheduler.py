@@ -296,8 +296,8 @@ def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
     Offsets are clamped, so invalid offsets still read and write inside the tensors.
     """
     slot, head = _last_first(s, t, s.num_tiles // s.num_heads, s.num_heads)
-    b = _owner_of(s, offsets.cu_seqlens_q_ptr, slot, BLOCK_M, 1)
-    q_begin, seqlen_q = _queries_of(s, offsets.cu_seqlens_q_ptr, b)
+    b = owner_of(s, offsets.cu_seqlens_q_ptr, slot, BLOCK_M, 1)
+    q_begin, seqlen_q = queries_of(s, offsets.cu_seqlens_q_ptr, b)
     k_begin = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b), 0), s.total_k)
     # Both ends are clamped before the subtraction, which must not overflow.
     seqlen_k = gl.minimum(gl.maximum(gl.load(offsets.cu_seqlens_k_ptr + b + 1), k_begin), s.total_k) - k_begin
@@ -319,8 +319,8 @@ def paged_tile(s, offsets, pages: Pages, t, BLOCK_M: gl.constexpr):
     b = slot - (slots - s.batch)
     is_apart = b >= 0
     if not is_apart:
-        b = _owner_of(s, offsets.cu_seqlens_q_ptr, slot, BLOCK_M, 0)
-    q_begin, seqlen_q = _queries_of(s, offsets.cu_seqlens_q_ptr, b)
+        b = owner_of(s, offsets.cu_seqlens_q_ptr, slot, BLOCK_M, 0)
+    q_begin, seqlen_q = queries_of(s, offsets.cu_seqlens_q_ptr, b)
     tiles = gl.cdiv(seqlen_q, BLOCK_M)
     before = q_begin // BLOCK_M
     missing = tiles - ((q_begin + seqlen_q) // BLOCK_M - before)  # slots
@@ -332,10 +332,10 @@ def paged_tile(s, offsets, pages: Pages, t, BLOCK_M: gl.constexpr):
 
 
 @jit
-def _owner_of(s, cu_seqlens_q_ptr, slot, BLOCK_M: gl.constexpr, SPARE: gl.constexpr):
-    """Returns the last sequence whose slots begin at `slot` or before: sequence b's at `cu_seqlens_q[b] // BLOCK_M +
-    SPARE * b`."""
-    lanes = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+def owner_of(s, cu_seqlens_q_ptr, slot, BLOCK_M: gl.constexpr, SPARE: gl.constexpr, rows=1, WARPS: gl.constexpr = 1):
+    """Returns the last sequence whose slots begin at `slot` or before: sequence b's at `cu_seqlens_q[b] * rows //
+    BLOCK_M + SPARE * b`, if a token has so many rows. WARPS warps execute this."""
+    lanes = gl.arange(0, 128, gl.BlockedLayout([4 // WARPS], [32], [WARPS], [0]))
     before = gl.to_tensor(0)
     for first in range(0, s.batch, 128):
         b = first + lanes
@@ -343,13 +343,13 @@ def _owner_of(s, cu_seqlens_q_ptr, slot, BLOCK_M: gl.constexpr, SPARE: gl.conste
             begin = b * s.seqlen_q
         else:
             begin = gl.load(cu_seqlens_q_ptr + b, mask=b < s.batch, other=0)
-        begin = gl.minimum(gl.maximum(begin, 0), s.total_q)
+        begin = gl.minimum(gl.maximum(begin, 0), s.total_q) * rows
         before += gl.sum(((begin // BLOCK_M + SPARE * b <= slot) & (b < s.batch)).to(gl.int32), axis=0)
     return gl.maximum(before - 1, 0)
 
 
 @jit
-def _queries_of(s, cu_seqlens_q_ptr, b):
+def queries_of(s, cu_seqlens_q_ptr, b):
     """Returns the first query of a sequence and the number of its queries."""
     q_begin = b * s.seqlen_q
     seqlen_q = s.seqlen_q

@@ -5,7 +5,8 @@ from __future__ import annotations
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
-from warpwave.kernels.large_head_dim.choice import configs
+from warpwave.kernels.large_head_dim import latent_host as latent
+from warpwave.kernels.large_head_dim.choice import Call, configs
 from warpwave.kernels.large_head_dim.config import column_parts
 from warpwave.kernels.reasons import FEW_QUERIES_OF_WIDE_HEADS, MEANT_FROM
 from warpwave.kernels.three_kernel import estimates as wide_heads
@@ -45,6 +46,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []  # or another kernel runs first
     if gpu.vendor == "nvidia":
         few = problem.seqlen_q <= FEW_QUERIES_OF_WIDE_HEADS
+        if few and any(Call(problem, gpu).is_latent(rows) for rows in (latent.FEW, latent.MANY)):
+            return []
         if few and wide_heads.are_known(problem, gpu):
             return wide_heads.why_not_fused(problem, gpu)
         if problem.packed or (few and problem.seqlen_k > FEW_KEYS):

@@ -83,8 +83,8 @@ def add_values(p_tile, ring, n, acc, alpha, V_BOXES: gl.constexpr):
 @jit
 def consumer(
     out_ptr, lse_ptr, partials: Partials, sinks_ptr, num_heads, rows_heads, scale, k_map, q_tiles, q_full, ring, p_tile,
-    share, split, BOXES: gl.constexpr, V_BOXES: gl.constexpr, HEAD_DIM_V: gl.constexpr, SPLIT: gl.constexpr, HAS_SINKS: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
+    share, split, BOXES: gl.constexpr, V_BOXES: gl.constexpr, HEAD_DIM_V: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """Computes the split's state of all heads, or their output if no other split has keys."""
     layout: gl.constexpr = accumulator_layout(HEADS)
@@ -201,7 +201,7 @@ def latent_decode_kernel(
                     p_tile, share, split, BOXES, V_BOXES, HEAD_DIM_V, SPLIT, HAS_SINKS, WRITE_LSE,
                 ),
             ),
-            (producer, (q_map, k_map, q_tiles, q_full, ring, ring, pages, share, 0, BOXES, 0)),
+            (producer, (q_map, k_map, q_tiles, q_full, ring, ring, pages, share, batch, 0, BOXES, 0)),
         ],
         [1],
         [40],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from warpwave.gpu import Gpu
@@ -30,6 +31,7 @@ BLOCKS_OF_SM = 2  # of few rows
 Takes = Sequence[launch.Take] | None
 # Positions of the pointers among large_head_dim's arguments (q, k, v, out, lse, acc, state, the operands after v).
 POINTERS = (3, 4, 5, 6)
+CU_SEQLENS_Q = CachedOperands._fields.index("cu_seqlens_q") + 4
 OTHERS = tuple(CachedOperands._fields.index(name) + 4 for name in ("sinks", "page_table", "seqused_k", "rows"))
 
 
@@ -55,16 +57,20 @@ def cannot(problem: AttentionProblem, gpu: Gpu, rows: int) -> list[str]:
             f"head_dim_v {problem.head_dim_v}": problem.head_dim_v % (2 * BOX) != 0
             or problem.head_dim_v > MOST_COLUMNS,
             f"{beside} columns of k beside v": not 0 < beside <= BOX,
+            "packed keys": problem.packed and not problem.page_size,
         }
-    found = reasons.of_features(problem, "the launch for latents does not support", others)
+    without = "packed sequences" if rows == MANY else ""
+    found = reasons.of_features(problem, "the launch for latents does not support", others, without)
     if not found and rows == FEW and stages(problem, gpu) < boxes(problem):
         found.append(f"head_dim {problem.head_dim} does not fit half of a multiprocessor's shared memory")
     return found
 
 
 def tiles_of_rows(problem: AttentionProblem, rows: int) -> int:
-    """Returns the blocks of a sequence whose keys are not split."""
-    return -(-problem.seqlen_q * problem.num_heads_q // rows)
+    """Returns the tiles of rows of all sequences; of packed ones, the slots that the launch has for them."""
+    if problem.packed:
+        return problem.total_q * problem.num_heads_q // rows + problem.batch
+    return problem.batch * -(-problem.seqlen_q * problem.num_heads_q // rows)
 
 
 def boxes(problem: AttentionProblem) -> int:
@@ -105,7 +111,7 @@ def takes(problem: AttentionProblem, gpu: Gpu, operands: Any, rows: int) -> bool
     q = operands.q
     if cannot(problem, gpu, rows) or not (has_map(q) and has_map(operands.k)):
         return False
-    if problem.seqlen_q > 1 and q.stride(1) != problem.num_heads_q * q.stride(2):
+    if q.shape[-3] > 1 and q.stride(-3) != problem.num_heads_q * q.stride(-2):
         return False  # rows of queries and heads are not one axis
     return operands.k.device.type == "meta" or is_one_tensor(operands)
 
@@ -129,21 +135,24 @@ def specify(
     acc, state, and the operands after v."""
     q, k = operands.q, operands.k
     # (batch or page, 1, row or key, column); an axis of size 1 may have any stride.
-    rows_of_q = problem.seqlen_q * problem.num_heads_q
-    of_q = (problem.batch, 1, rows_of_q, problem.head_dim), (q.stride(0), q.stride(0), q.stride(2), 1)
+    batch, rows_of_q = (1, problem.total_q) if problem.packed else (problem.batch, problem.seqlen_q)
+    of_q = (batch, 1, rows_of_q * problem.num_heads_q, problem.head_dim), (q.stride(0), q.stride(0), q.stride(-2), 1)
     of_k = (k.shape[0], 1, k.shape[1], problem.head_dim), (k.stride(0), k.stride(0), k.stride(1), 1)
     copied = min(KEYS, problem.page_size or KEYS)
     maps = (MapPlan(0, *of_q, (1, 1, rows, BOX)), MapPlan(1, *of_k, (1, 1, copied, BOX)))
     table = arguments[OTHERS[1]]
+    pointers = (*POINTERS, *OTHERS)
+    if rows == MANY:
+        pointers = (*POINTERS[:2], CU_SEQLENS_Q, *POINTERS[2:], *OTHERS)
     spec = launch.Launch(
         kernel=latent_decode_kernel if rows == FEW else latent_rows_kernel,
-        grid=problem.batch * tiles_of_rows(problem, rows) * num_splits,
+        grid=tiles_of_rows(problem, rows) * num_splits,
         tensors=(
             *(launch.Mapped(plan, arguments[plan.source]) for plan in maps),
-            *(arguments[number] for number in (*POINTERS, *OTHERS)),
+            *(arguments[number] for number in pointers),
         ),
         scalars=[
-            *([] if rows == FEW else [problem.seqlen_q]),
+            *([] if rows == FEW else [problem.seqlen_q, problem.total_q, problem.batch]),
             problem.seqlen_k,
             problem.num_heads_q,
             num_splits,
@@ -170,15 +179,15 @@ def specify(
             **({"maxnreg": 65536 // (256 * BLOCKS_OF_SM)} if rows == FEW else {}),
         },
     )
-    return spec, (*maps, *POINTERS, *OTHERS)
+    return spec, (*maps, *pointers)
 
 
 def _of_few_rows(problem: AttentionProblem, gpu: Gpu) -> dict[str, int]:
     return {"STAGES": stages(problem, gpu), "HEAD_DIM": problem.head_dim}
 
 
-def _of_many_rows(problem: AttentionProblem, gpu: Gpu) -> dict[str, int]:
-    return {"TILES": tiles_in_flight(problem, gpu), "WIDTH": width_of(problem), "VALUES_REGISTERS": 168}
+def _of_many_rows(problem: AttentionProblem, gpu: Gpu) -> dict[str, int | bool]:
+    return {"TILES": tiles_in_flight(problem, gpu), "WIDTH": width_of(problem), "IS_VARLEN": problem.packed}
 
 
 def specify_merge(
@@ -232,7 +241,7 @@ def num_splits(problem: AttentionProblem, gpu: Gpu, rows: int) -> int:
 def splits_of_many_rows(problem: AttentionProblem, gpu: Gpu) -> int:
     """Returns the number of splits with the least time, which is counted in tiles of keys: of the rounds in which
     multiprocessors process all blocks, and of the partial results."""
-    blocks, tiles = sequences(problem) * tiles_of_rows(problem, MANY), _tiles(problem)
+    blocks, tiles = tiles_of_rows(replace(problem, batch=sequences(problem)), MANY), _tiles(problem)
 
     def cost(splits: int) -> float:
         rounds = -(-blocks * splits // gpu.assumed_sms)

@@ -67,8 +67,8 @@ def keys_seen(first_query, last_query, seqlen_q, length, window: Window):
 
 @jit
 def share_of(pages: Pages, window: Window, seqlen_q, seqlen_k, batch, split, num_splits, first_query, last_query):
-    """Returns the keys of a program that computes some consecutive queries. The steps that they see are divided evenly
-    among splits; invalid lengths and rows are clamped."""
+    """Returns the keys of a program that computes some consecutive queries, or none. The steps that they see are
+    divided evenly among splits; invalid lengths and rows are clamped."""
     table_row = batch
     if pages.PAGE_SIZE > 0:
         if pages.HAS_ROWS:
@@ -77,7 +77,7 @@ def share_of(pages: Pages, window: Window, seqlen_q, seqlen_k, batch, split, num
     begin, end = keys_seen(first_query, last_query, seqlen_q, seqlen_k, window)
     tile = begin // KEYS
     tiles = gl.maximum(gl.cdiv(end, KEYS) - tile, 0)
-    tiles = gl.where(end > begin, tiles, 0)
+    tiles = gl.where((end > begin) & (first_query <= last_query), tiles, 0)
     first = (tile + tiles * split // num_splits) * KEYS
     last = (tile + tiles * (split + 1) // num_splits) * KEYS
     return Share(batch, table_row, seqlen_k, first, last, begin, end)
@@ -126,14 +126,15 @@ def load_piece(ring, k_map, n, pools, row, column, ROWS: gl.constexpr):
 
 @jit
 def producer(
-    q_map, k_map, q_tiles, q_full, ring, rest, pages: Pages, share, q_row, PIECES: gl.constexpr, REST: gl.constexpr,
+    q_map, k_map, q_tiles, q_full, ring, rest, pages: Pages, share, q_batch, q_row, PIECES: gl.constexpr,
+    REST: gl.constexpr,
 ):  # fmt: skip
     """Loads q, then the split's keys: for each step PIECES pieces into `ring` and REST into `rest`. Page ids are loaded
     one step ahead."""
     ROWS: gl.constexpr = k_map.block_type.shape[2]  # keys of a page in a box, or all of the box's keys
     WIDTH: gl.constexpr = ring.chunks.shape[2]
     if share.first < share.last:
-        load_queries(q_map, q_tiles, q_full, share.batch, q_row, q_tiles.shape[0])
+        load_queries(q_map, q_tiles, q_full, q_batch, q_row, q_tiles.shape[0])
     if pages.PAGE_SIZE > 0:
         table_ptr = pages.table_ptr + share.table_row.to(gl.int64) * pages.stride_table
         end = gl.minimum(share.end, share.last)

@@ -2,9 +2,9 @@
 
     S = Q K^T;   P = 2^(S - m);   out = alpha * out + P K[:, :head_dim_v]
 
-A row is one query of one head, and all of them read one latent. The accumulator of 64 rows and 512 columns takes half of
-an SM's registers, so two warpgroups have half of the columns each, and a third one computes scores and softmax. A
-fourth role is a warp that loads latents by TMA, two tiles of 64 keys ahead if the memory of a block has room for two.
+A row is one query of one head, and all of them read one latent. The accumulator of 64 rows and 512 columns takes half
+of an SM's registers, so two warpgroups have half of the columns each, and a third one computes scores and softmax. A
+fourth role is a warp that loads latents by TMA, as many tiles of 64 keys ahead as shared memory holds: two at 576/512.
 Both products read a tile where TMA wrote it. It comes in pieces of some columns of v, and one of the columns beside v,
 which only scores read. A program owns 64 rows and one split of a sequence's keys; tiles of one sequence are neighbors,
 so that they share reads of L2.
@@ -30,7 +30,10 @@ keys takes 2,176 cycles of the tensor cores, and 2,400 to 2,800 of shared memory
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
+from typing import NamedTuple
+
 from warpwave.kernels.groups import Pages, Partials, Window
+from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.large_head_dim.roles import Chunks, hand_back, rescaled
 from warpwave.kernels.hopper.parts import LN_2, LOG2_E, ROWS, accumulator_layout, like, matrix, wait_full
 from warpwave.kernels.hopper.softmax import columns_with_sink, partial_sums, softmax_of_rows
@@ -44,6 +47,7 @@ from warpwave.kernels.large_head_dim.latent_keys import (
     zero_unseen,
 )
 from warpwave.runtime.gluon_or_stub import (
+    aggregate,
     fence_async_shared,
     gl,
     jit,
@@ -51,6 +55,61 @@ from warpwave.runtime.gluon_or_stub import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from warpwave.runtime.parameters import Pointer
+
+# Registers a thread. The warpgroup of scores has the others: 512 - 2 * 168 - 32 of 512.
+VALUES_REGISTERS = gl.constexpr(168)
+PRODUCER_REGISTERS = gl.constexpr(32)
+
+
+class Sequences(NamedTuple):
+    """The queries of a call: `seqlen_q` a sequence, or those between `cu_seqlens_q` if IS_VARLEN."""
+
+    cu_seqlens_q_ptr: Pointer
+    seqlen_q: int
+    total_q: int
+    batch: int
+    IS_VARLEN: gl.constexpr
+
+
+@aggregate
+class Tile:
+    """The rows of a program.
+
+    Args:
+        batch, split: the sequence, and the split of its keys.
+        q_begin: the first query of the sequence among those of all.
+        seqlen_q: queries of the sequence.
+        row_first: the first row within the sequence, whose rows are query * num_heads + head.
+    """
+
+    batch: gl.tensor
+    split: gl.tensor
+    q_begin: gl.tensor
+    seqlen_q: gl.tensor
+    row_first: gl.tensor
+
+
+@jit
+def tile_of(sequences: Sequences, num_heads, num_splits):
+    """Returns this program's tile; of packed sequences it may have no rows, as `scheduler.packed_tile` divides them.
+    Tiles of rows are the fastest axis: they read the same keys at about the same time."""
+    pid = gl.program_id(0)
+    if sequences.IS_VARLEN:
+        slots = sequences.total_q * num_heads // ROWS + sequences.batch
+        split = pid // slots
+        slot = pid % slots
+        batch = scheduler.owner_of(sequences, sequences.cu_seqlens_q_ptr, slot, ROWS, 1, num_heads, 4)
+        q_begin, seqlen_q = scheduler.queries_of(sequences, sequences.cu_seqlens_q_ptr, batch)
+        row_first = (slot - (q_begin * num_heads // ROWS + batch)) * ROWS
+    else:
+        seqlen_q = sequences.seqlen_q
+        tiles = gl.cdiv(seqlen_q * num_heads, ROWS)
+        split = pid // tiles % num_splits
+        batch = pid // tiles // num_splits
+        q_begin = batch * seqlen_q
+        row_first = pid % tiles * ROWS
+    return Tile(batch, split, q_begin, seqlen_q, row_first)
 
 
 @jit
@@ -78,21 +137,27 @@ def scores_of(q_tiles, ring, rest, n, step, PIECES: gl.constexpr):
 
 
 @jit
+def queries_of(tile, num_heads):
+    """Returns the first and the last query of a tile; the last is before the first if the tile has no rows."""
+    return tile.row_first // num_heads, gl.minimum((tile.row_first + ROWS - 1) // num_heads, tile.seqlen_q - 1)
+
+
+@jit
 def scores(
-    lse_ptr, partials: Partials, sinks_ptr, seqlen_q, num_heads, rows_heads, window: Window, scale, q_tiles, q_full,
-    ring, rest, p_tile, factors, p_full, p_empty, share, split, row_first, PIECES: gl.constexpr, SPLIT: gl.constexpr,
+    lse_ptr, partials: Partials, sinks_ptr, sequences: Sequences, num_heads, rows_heads, window: Window, scale, q_tiles,
+    q_full, ring, rest, p_tile, factors, p_full, p_empty, tile, share, PIECES: gl.constexpr, SPLIT: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """Computes scores and softmax, and what becomes of a row beside its output."""
     layout: gl.constexpr = accumulator_layout(KEYS)
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = row_first + gl.arange(0, ROWS, by_row)
-    inside = rows < seqlen_q * num_heads
-    query = gl.minimum(rows // num_heads, seqlen_q - 1)
-    begin, end = keys_seen(query, query, seqlen_q, share.length, window)
-    last_query = gl.minimum((row_first + ROWS - 1) // num_heads, seqlen_q - 1)
-    last_begin, _ = keys_seen(last_query, last_query, seqlen_q, share.length, window)
-    _, first_end = keys_seen(row_first // num_heads, row_first // num_heads, seqlen_q, share.length, window)
+    rows = tile.row_first + gl.arange(0, ROWS, by_row)
+    inside = rows < tile.seqlen_q * num_heads
+    query = gl.minimum(rows // num_heads, tile.seqlen_q - 1)
+    begin, end = keys_seen(query, query, tile.seqlen_q, share.length, window)
+    first_query, last_query = queries_of(tile, num_heads)
+    last_begin, _ = keys_seen(last_query, last_query, tile.seqlen_q, share.length, window)
+    _, first_end = keys_seen(first_query, first_query, tile.seqlen_q, share.length, window)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, by_row)
     l_i = partial_sums(gl.zeros([ROWS, KEYS], gl.float32, layout), KEYS)
     if share.first < share.last:
@@ -119,8 +184,8 @@ def scores(
     l_row = gl.convert_layout(gl.sum(l_i, axis=1), by_row)
     factor = gl.full([ROWS], 1.0, gl.float32, by_row)
     if SPLIT:
-        of_part = split.to(gl.int64) * rows_heads
-        of_row = (share.batch * seqlen_q * num_heads + rows).to(gl.int64)
+        of_part = tile.split.to(gl.int64) * rows_heads
+        of_row = tile.q_begin.to(gl.int64) * num_heads + rows
         gl.store(partials.state_ptr + (2 * of_part + of_row), m_i, mask=inside)
         gl.store(partials.state_ptr + (2 * of_part + rows_heads + of_row), l_row, mask=inside)
     else:
@@ -131,7 +196,11 @@ def scores(
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if WRITE_LSE:
             lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
-            gl.store(lse_ptr + ((share.batch * num_heads + head).to(gl.int64) * seqlen_q + query), lse, mask=inside)
+            if sequences.IS_VARLEN:
+                at = head.to(gl.int64) * sequences.total_q + tile.q_begin
+            else:
+                at = (tile.batch * num_heads + head).to(gl.int64) * tile.seqlen_q
+            gl.store(lse_ptr + at + query, lse, mask=inside)
     mbarrier.wait(p_empty.index(0), (step & 1) ^ 1)
     factors.store(factor)
     mbarrier.arrive(p_full.index(0), count=1)
@@ -154,8 +223,8 @@ def add_values(p_tile, ring, n, acc):
 
 @jit
 def values(
-    GROUP: gl.constexpr, out_ptr, partials: Partials, k_map, seqlen_q, num_heads, rows_heads, ring, p_tile, factors,
-    p_full, p_empty, share, split, row_first, PIECES: gl.constexpr, HEAD_DIM_V: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, out_ptr, partials: Partials, k_map, num_heads, rows_heads, ring, p_tile, factors, p_full,
+    p_empty, tile, share, PIECES: gl.constexpr, HEAD_DIM_V: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Computes half of the columns of the output: every second piece."""
     WIDTH: gl.constexpr = ring.chunks.shape[2]
@@ -177,14 +246,14 @@ def values(
 
     mbarrier.wait(p_full.index(0), step & 1)
     factor = factors.load(by_row)
-    rows = row_first + gl.arange(0, ROWS, by_row)
+    rows = tile.row_first + gl.arange(0, ROWS, by_row)
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    of_row = (share.batch * seqlen_q * num_heads + rows).to(gl.int64)
+    of_row = tile.q_begin.to(gl.int64) * num_heads + rows
     if SPLIT:
-        to = partials.acc_ptr + (split.to(gl.int64) * rows_heads + of_row) * HEAD_DIM_V
+        to = partials.acc_ptr + (tile.split.to(gl.int64) * rows_heads + of_row) * HEAD_DIM_V
     else:
         to = out_ptr + of_row * HEAD_DIM_V
-    inside = (rows < seqlen_q * num_heads)[:, None]
+    inside = (rows < tile.seqlen_q * num_heads)[:, None]
     for i in gl.static_range(PIECES // 2):
         x = acc[i] * like(factor, acc[i])
         column = (2 * i + GROUP) * WIDTH + columns
@@ -193,17 +262,18 @@ def values(
 
 @jit
 def init_all(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Initializes COUNT barriers of ARRIVALS each."""
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
 
 
-@jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_heads", "rows_heads"])
+@jit(do_not_specialize=["seqlen_k", "num_heads", "rows_heads"])
 def latent_rows_kernel(
     q_map,
     k_map,
     out_ptr,
     lse_ptr,
-    seqlen_q,
+    sequences: Sequences,
     seqlen_k,
     num_heads,
     partials: Partials,
@@ -218,13 +288,12 @@ def latent_rows_kernel(
     SPLIT: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
-    VALUES_REGISTERS: gl.constexpr,
 ):
     """Processes one split of the keys of one sequence for 64 rows, which read one kv head.
 
-    Maps have the axes (batch, 1, row, column) and (batch or page, 1, key, column), where a row is query * num_heads +
-    head. `scale` converts raw scores to bits. Partial results have the layout of partials.py. TILES tiles of keys are
-    in flight, in pieces of WIDTH columns.
+    Maps have the axes (batch, 1, row, column) and (batch or page, 1, key, column); if sequences are packed, the rows of
+    all of them are one batch item. `scale` converts raw scores to bits. Partial results have the layout of partials.py.
+    TILES tiles of keys are in flight, in pieces of WIDTH columns.
     """
     PIECES: gl.constexpr = HEAD_DIM_V // WIDTH
     BOXES: gl.constexpr = HEAD_DIM_V // BOX + 1
@@ -252,32 +321,31 @@ def latent_rows_kernel(
     ring = Chunks(pieces, full, empty, TILES * PIECES)
     rest = Chunks(beside, rest_full, rest_empty, TILES)
     meet_neighbors(128)
-    # Tiles of rows are the fastest axis: they read the same keys at about the same time.
-    tiles = gl.cdiv(seqlen_q * num_heads, ROWS)
-    row_first = gl.program_id(0) % tiles * ROWS
-    split = gl.program_id(0) // tiles % partials.num_splits
-    batch = gl.program_id(0) // tiles // partials.num_splits
-    first_query = row_first // num_heads
-    last_query = gl.minimum((row_first + ROWS - 1) // num_heads, seqlen_q - 1)
+    tile = tile_of(sequences, num_heads, partials.num_splits)
+    first_query, last_query = queries_of(tile, num_heads)
     share = share_of(
-        pages, window, seqlen_q, seqlen_k, batch, split, partials.num_splits, first_query, last_query
-    )  # fmt: skip
+        pages, window, tile.seqlen_q, seqlen_k, tile.batch, tile.split, partials.num_splits, first_query, last_query
+    )
+    q_batch, q_row = tile.batch, tile.row_first
+    if sequences.IS_VARLEN:
+        q_batch = tile.batch * 0
+        q_row = tile.q_begin * num_heads + tile.row_first
     gl.warp_specialize(
         [
             (scores, (
-                lse_ptr, partials, sinks_ptr, seqlen_q, num_heads, rows_heads, window, scale, q_tiles, q_full, ring,
-                rest, p_tile, factors, p_full, p_empty, share, split, row_first, PIECES, SPLIT, HAS_SINKS, WRITE_LSE,
+                lse_ptr, partials, sinks_ptr, sequences, num_heads, rows_heads, window, scale, q_tiles, q_full, ring,
+                rest, p_tile, factors, p_full, p_empty, tile, share, PIECES, SPLIT, HAS_SINKS, WRITE_LSE,
             )),
             (values, (
-                0, out_ptr, partials, k_map, seqlen_q, num_heads, rows_heads, ring, p_tile, factors, p_full, p_empty,
-                share, split, row_first, PIECES, HEAD_DIM_V, SPLIT,
+                0, out_ptr, partials, k_map, num_heads, rows_heads, ring, p_tile, factors, p_full, p_empty, tile, share,
+                PIECES, HEAD_DIM_V, SPLIT,
             )),
             (values, (
-                1, out_ptr, partials, k_map, seqlen_q, num_heads, rows_heads, ring, p_tile, factors, p_full, p_empty,
-                share, split, row_first, PIECES, HEAD_DIM_V, SPLIT,
+                1, out_ptr, partials, k_map, num_heads, rows_heads, ring, p_tile, factors, p_full, p_empty, tile, share,
+                PIECES, HEAD_DIM_V, SPLIT,
             )),
-            (producer, (q_map, k_map, q_tiles, q_full, ring, rest, pages, share, row_first, PIECES, 1)),
+            (producer, (q_map, k_map, q_tiles, q_full, ring, rest, pages, share, q_batch, q_row, PIECES, 1)),
         ],
         [4, 4, 1],
-        [VALUES_REGISTERS, VALUES_REGISTERS, 32],
+        [VALUES_REGISTERS, VALUES_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -24,6 +24,9 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 US_A_COLUMN_HOPPER, US_A_COLUMN_TORCH, US_A_PRODUCT = 0.0122, 0.0175, 4.0
 BYTES_A_US, FUSED_FLOPS_A_US = 4.5e6, 1.65e8
 SHARED = 2.0  # factor of the time if query heads share kv heads: their products are narrow
+# The estimates were fitted from 16 queries on. With 4 queries of 64 heads on one kv head and 32,768 keys, three_kernel
+# takes 748 us and large_head_dim 123: torch's product of so few rows leaves most of a GPU idle.
+FEWEST_QUERIES = 16
 HOST_US = 52.0  # host time to call torch's products, without the 8
 
 
@@ -66,6 +69,8 @@ def are_known(problem: AttentionProblem, gpu: Gpu) -> bool:
 def why_not_fused(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why three_kernel is faster than large_head_dim, for calls that the estimates cover; empty if it is
     not."""
+    if problem.seqlen_q < FEWEST_QUERIES:
+        return []
     fused, three = fused_us(problem), min(hopper_us(problem, gpu), torch_us(problem, gpu))
     if three >= fused:
         return []
