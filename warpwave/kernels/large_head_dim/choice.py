@@ -19,6 +19,7 @@ from warpwave.kernels.large_head_dim.config import (
     registers,
     row_tiles,
 )
+from warpwave.kernels.large_head_dim.splits import fewest_rounds
 from warpwave.kernels.rules import NOT_MEASURED, Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -314,10 +315,10 @@ def _blocks_of_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Returns the number of splits with which the grid fills the GPU once; each has at least two tiles of keys."""
+    """Returns the number of splits for blocks that read by pointers."""
     others = latent.sequences(problem)
     blocks = row_tiles(problem, config) * config.v_parts * others
     places = 2 if gpu.vendor == "interpreter" else gpu.assumed_sms * _blocks_of_sm(problem, gpu, config)
-    wanted = places // max(1, blocks)
     bytes_each = max(1, partials.workspace_bytes(problem, 1) * others // max(1, problem.batch))
-    return max(1, min(wanted, problem.seqlen_k // (2 * config.block_n), MAX_SPLITS_BYTES // bytes_each))
+    splits = fewest_rounds(blocks, problem.seqlen_k, config.block_n, places)
+    return max(1, min(splits, MAX_SPLITS_BYTES // bytes_each))

@@ -16,6 +16,7 @@ from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.large_head_dim.latent_device import latent_decode_kernel
 from warpwave.kernels.large_head_dim.latent_rows_device import latent_rows_kernel
+from warpwave.kernels.large_head_dim.splits import fewest_rounds
 from warpwave.operands import CachedOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
@@ -224,8 +225,6 @@ def takes_longer_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 FEW_PARTS = 8  # partial results that merge at once
 SHORT = 7  # tiles of a split: below, a second block per multiprocessor gains less than its partial results cost
-TILES_OF_START = 1.5  # loading q, and storing the result, of a block of many rows
-TILES_OF_PART = 2.0  # storing and merging a partial result of it
 PART_AGAINST_TILE = 18  # merging one more partial result costs as much as an eighteenth of a tile
 
 
@@ -234,20 +233,11 @@ def _tiles(problem: AttentionProblem) -> int:
 
 
 def num_splits(problem: AttentionProblem, gpu: Gpu, rows: int) -> int:
-    """Returns the number of splits of the keys for a launch with blocks of so many rows."""
-    return splits_of_few_rows(problem, gpu) if rows == FEW else splits_of_many_rows(problem, gpu)
-
-
-def splits_of_many_rows(problem: AttentionProblem, gpu: Gpu) -> int:
-    """Returns the number of splits with the least time, which is counted in tiles of keys: of the rounds in which
-    multiprocessors process all blocks, and of the partial results."""
-    blocks, tiles = tiles_of_rows(replace(problem, batch=sequences(problem)), MANY), _tiles(problem)
-
-    def cost(splits: int) -> float:
-        rounds = -(-blocks * splits // gpu.assumed_sms)
-        return rounds * (-(-tiles // splits) + TILES_OF_START + TILES_OF_PART * (splits > 1)) + (splits > 1)
-
-    return min(range(1, max(1, min(tiles // 2, gpu.assumed_sms)) + 1), key=cost)
+    """Returns the number of splits of the keys for the launch with blocks of so many rows."""
+    if rows == FEW:
+        return splits_of_few_rows(problem, gpu)
+    blocks = tiles_of_rows(replace(problem, batch=sequences(problem)), MANY)
+    return fewest_rounds(blocks, problem.seqlen_k, KEYS, gpu.assumed_sms)
 
 
 def splits_of_few_rows(problem: AttentionProblem, gpu: Gpu) -> int:
