@@ -160,10 +160,13 @@ def test_a_cached_call_takes_the_splits_it_is_given() -> None:
 
 
 def test_the_default_of_latents_is_of_latents_alone() -> None:
-    """By maps where the widths are a latent's; its other default serves a v that is no part of k."""
+    """By maps where the widths are a latent's, in blocks of 64 rows for more than one query or 16 heads; its other
+    default serves a v that is no part of k."""
     config = choice.configs(DECODE, H200)[0]
     assert config.by_map and not choice.configs(replace(DECODE, head_dim_v=576), H200)[0].by_map
-    assert not choice.configs(replace(DECODE, seqlen_q=2), H200)[0].by_map
+    for rows, changes in ((16, {}), (64, {"seqlen_q": 2}), (64, {"num_heads_q": 17})):
+        default = choice.configs(replace(DECODE, **changes), H200)[0]
+        assert default.by_map and default.block_m == rows
     short = replace(DECODE, batch=16, seqlen_k=4096)
     apart = large_head_dim._by_pointers(short, H200, choice.configs(short, H200)[0])
     assert not apart.by_map and apart.num_splits == 16
