@@ -52,6 +52,7 @@ LOGS = (
     "hopper-large-head-dim",
     "hopper-tiles-of-192",
     "latents",
+    "latents-of-many-rows",
 )
 
 
@@ -59,7 +60,7 @@ def _records(card: str = "h200") -> tuple[list[Path], list[Path]]:
     """Returns all records of a card in the repository: (those to fit, those to judge)."""
     found = sorted((*RECORDS.glob(f"*-{card}-*.jsonl"), *SHIPPED.glob(f"*-{card}-*.jsonl")))
     found = [path for path in found if not path.stem.endswith(NOT_POINTS) and _is_of_bench(path)]
-    logs = [path for name in LOGS for path in sorted(RECORDS.glob(f"*-{card}-{name}.log"))]
+    logs = [path for name in LOGS for path in sorted(RECORDS.glob(f"*-{card}-{name}.*"))]
     judging = [path for path in found if path.stem.endswith(GRID)]
     return [*(path for path in found if path not in judging), *logs], judging
 

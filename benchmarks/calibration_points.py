@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import gradients, portable
+from benchmarks import decode_large_heads, gradients, portable
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, three_kernel
@@ -80,6 +80,8 @@ def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
     if path.suffix == ".json":
         return list(_of_paired_gradients(json.loads(path.read_text(encoding="utf-8"))))
+    if "latents-of-many-rows" in path.name:
+        return list(_of_latents_of_many_rows(path))
     if path.suffix == ".jsonl":
         return list(_of_gradients(path) if is_of_gradients(path) else _of_records(path))
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -273,6 +275,23 @@ def _of_latents(lines: Sequence[str]) -> Iterator[Point]:
         for splits, us in re.findall(r"[,;:] (?:map )?x(\d+) (?:p8 w4 pdl )?([\d.]+) us", line):
             name = f"latents {batch}x{keys} pages of {page_size} x{splits}"
             yield Point(large_head_dim, replace(config, num_splits=int(splits)), problem, float(us), True, name, True)
+
+
+def _of_latents_of_many_rows(path: Path) -> Iterator[Point]:
+    """Reads what `benchmarks.decode_large_heads` timed of the launch for latents with blocks of 64 rows: by its number
+    of splits, in CUDA graphs over sets of inputs in turn."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        kind = decode_large_heads.Point(*(found[name] for name in decode_large_heads.Point._fields))
+        if kind.rows <= 16:
+            continue
+        problem = replace(kind.problem, v_in_k=True)
+        config = large_head_dim.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
+        times = {found["num_splits"]: found["us"]}
+        times |= {int(name[1:]): us for name, us in found["us_beside"].items() if name.startswith("x")}
+        for splits, us in times.items():
+            name = f"{found['case']} x{splits}"
+            yield Point(large_head_dim, replace(config, num_splits=splits), problem, us, False, name, True)
 
 
 def _of_float32(lines: Sequence[str]) -> Iterator[Point]:

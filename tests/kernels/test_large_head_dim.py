@@ -164,8 +164,8 @@ def test_the_default_of_latents_is_of_latents_alone() -> None:
     default serves a v that is no part of k."""
     config = choice.configs(DECODE, H200)[0]
     assert config.by_map and not choice.configs(replace(DECODE, head_dim_v=576), H200)[0].by_map
-    for rows, changes in ((16, {}), (64, {"seqlen_q": 2}), (64, {"num_heads_q": 17})):
-        default = choice.configs(replace(DECODE, **changes), H200)[0]
+    for rows, call in ((16, DECODE), (64, replace(DECODE, seqlen_q=2)), (64, replace(DECODE, num_heads_q=17))):
+        default = choice.configs(call, H200)[0]
         assert default.by_map and default.block_m == rows
     short = replace(DECODE, batch=16, seqlen_k=4096)
     apart = large_head_dim._by_pointers(short, H200, choice.configs(short, H200)[0])

@@ -264,8 +264,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     float32 = multiply_adds or (" float32" if size == 4 else "")
     split = config.block_n * (width + columns // config.v_parts) + config.block_m * config.block_n
     split += 0 if config.q_resident else config.block_m * width
+    blocks = _blocks(problem, config)
+    if by_latents:
+        blocks = latent.tiles_of_rows(problem, config.block_m) * config.num_splits
     main = Cost(
-        blocks=_blocks(problem, config),
+        blocks=blocks,
         flops=2 * (scores * width + visited * config.block_m * config.block_n * columns),
         exponentials=scores,
         read_bytes=size * config.v_parts * (resident + visited * config.block_n) * problem.head_dim
@@ -285,7 +288,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         scratch_bytes=workspace,
         smem_margin=4 * config.block_m * config.block_n + 1024,
         order=launch_order(problem, config.block_m, config.block_n, heads, config.num_splits * config.v_parts, True),
-        loop="latents" if by_latents else _loop(problem, config, float32),
+        loop=_loop(problem, config, float32) if not by_latents else LOOPS_OF_LATENTS[config.block_m],
         conversions=conversions(problem, gpu, visited * config.v_parts * split, config.block_m, config.num_warps),
         cut=of_tiles.cut * config.v_parts,
         items=of_tiles.items * config.v_parts * config.num_splits,
@@ -305,6 +308,9 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         launches=2,
         parts=(replace(main, workspace_bytes=0), merge),
     )
+
+
+LOOPS_OF_LATENTS = {latent.FEW: "latents", latent.MANY: "latents of many rows"}  # `Cost.loop`, by rows of a block
 
 
 def _loop(problem: AttentionProblem, config: Config, float32: str) -> str:
