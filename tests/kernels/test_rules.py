@@ -98,14 +98,18 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             problem = replace(problem, bias_shape=None, bias_dtype=None, head_dim=rng.choice((136, 160, 192)), **plain)
             problem = replace(problem, head_dim_v=rng.choice((128, problem.head_dim)))
         if module is hopper_flash_fwd and i % 13 == 0 and not problem.page_size and not problem.packed:
-            # A causal mask alone over as many keys as queries, or over a long prompt, which no drawn call has.
-            queries, keys, heads = random.Random(i).choice(((512, 512, 32), (1536, 1536, 8), (2048, 16384, 32)))
+            # A causal mask alone over as many keys as queries, or over a long prompt, or no mask, which no drawn call
+            # has.
+            queries, keys, heads, width = random.Random(i).choice(
+                ((512, 512, 32, 128), (1536, 1536, 8, 128), (2048, 16384, 32, 128), (1024, 1024, 40, 64))
+            )
             alone: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
             problem = replace(
                 problem, bias_shape=None, bias_dtype=None, seqlen_q=queries, seqlen_k=keys, batch=1, **alone
             )
-            problem = replace(problem, causal=Causal(), num_heads_q=heads, num_heads_kv=heads)
-            problem = replace(problem, head_dim=128, head_dim_v=128)
+            causal = Causal() if width == 128 else None
+            problem = replace(problem, causal=causal, num_heads_q=heads, num_heads_kv=heads)
+            problem = replace(problem, head_dim=width, head_dim_v=width)
         if getattr(module, "QUANTIZED", False) and rng.random() < 0.2:
             blocks = rng.choice(((0, 0, 0), (128, 64, 64), (128, 128, 128)))
             problem = replace(

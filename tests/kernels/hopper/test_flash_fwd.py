@@ -205,7 +205,9 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ),
         # Few keys; and chunks of queries at the end of many keys, which see nearly all of them.
         ((64, 64), {"seqlen_k": 640}, flash_fwd.Config(64, 64, 3, 3)),
-        ((64, 64), {"seqlen_k": 641}, flash_fwd.Config(192, 128, 3)),
+        ((64, 64), {"seqlen_k": 641}, flash_fwd.Config(64, 64, 3, 3)),
+        ((64, 64), {"seqlen_k": 1025}, flash_fwd.Config(192, 128, 3)),
+        ((64, 64), {"seqlen_q": 768, "seqlen_k": 768, "batch": 33}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"seqlen_k": 640, "mask_shape": (1, 1, 4096, 640)}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"seqlen_q": 128, "seqlen_k": 8192, "batch": 8}, flash_fwd.Config(128, 128, 3)),
         ((64, 64), {"seqlen_q": 128, "seqlen_k": 8192, "batch": 4}, flash_fwd.Config(64, 128, 2, 2)),

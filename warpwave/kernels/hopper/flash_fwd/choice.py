@@ -233,6 +233,7 @@ TOGETHER = "2026-11-26-h100-heads-together.json"
 ONE_WAVE = "2026-11-28-h200-short-causal-calls.json"
 OF_TOKENS = "2026-11-29-h200-factors-of-tokens.json"
 CHUNKS = "2026-11-29-h200-chunks.jsonl"
+FEW_KEYS = "2026-11-29-h200-few-keys.jsonl"
 MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
@@ -453,6 +454,23 @@ RULES: tuple[Rule[Config], ...] = (
         "1.3 times as fast as 192 queries at 1 x 1024 with 32 heads, a ratio of 1.5; at 1.14, 16 x 1024, 0.97; 1.30 to "
         f"1.37 in four causal calls whose blocks of 192 run in one wave ({MORE_CALLS})",
         TUNING,
+    ),
+    Rule(
+        "head_dim 49 to 64, dense, 16 bits, no mask, bias, window, ALiBi or softcap, at most 1,024 keys, no chunk; "
+        "blocks of 192 queries give the busiest SM more rows than blocks of 64, or run in one wave",
+        lambda c: (
+            48 < c.width
+            and c.is_bare
+            and not c.problem.has_band
+            and c.problem.dtype_kv is None
+            and c.problem.seqlen_k <= 1024
+            and not c.is_chunk
+            and (c.rows_per_sm(192) > c.rows_per_sm(64) or c.rows_per_sm(192) == 192)
+        ),
+        (Config(64, 64, 3, 3),),
+        "1.02 to 1.22 times as fast as 192 x 128 in 24 calls of 700 to 1,024 keys at head_dim 64, 1.08 in the "
+        "geometric mean; 0.97 to 1.14 in six others; with 1,280 to 4,096 keys 0.85 to 1.07 in eight",
+        FEW_KEYS,
     ),
     Rule(
         "head_dim up to 64, factors of tokens",
