@@ -52,7 +52,7 @@ LOGS = (
     "hopper-large-head-dim",
     "hopper-tiles-of-192",
     "latents",
-    "latents-of-many-rows",
+    "decode-large-heads",
 )
 
 

@@ -80,7 +80,7 @@ def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
     if path.suffix == ".json":
         return list(_of_paired_gradients(json.loads(path.read_text(encoding="utf-8"))))
-    if "latents-of-many-rows" in path.name:
+    if "decode-large-heads" in path.name:
         return list(_of_latents_of_many_rows(path))
     if path.suffix == ".jsonl":
         return list(_of_gradients(path) if is_of_gradients(path) else _of_records(path))

@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "head_sizes": "head sizes",
         "odd_lengths": "odd lengths",
         "gqa": "grouped heads",
+        "models": "calls of published models",
         "quick": "quick",
     },
     "Small calls": {"tiny": "tiny", "case_report_1": "1 to 8 sequences of 4 to 512"},

@@ -155,6 +155,7 @@ def config_of(tile: Tile, call: Call) -> Config:
 
 LARGE_HEADS = "2026-11-22-h200-large-heads.log"
 LATENTS = "2026-11-22-h200-latents.log"
+MANY_ROWS = "2026-11-29-h200-decode-large-heads.jsonl"
 FEWEST_PROGRAMS = "not measured; the interpreter runs one program after another, so fewer are faster"
 # K and V are read once for at most 16 rows, so the bytes in flight decide.
 FEW_ROWS = "tiles of 16, 32 and 64 keys read the same 4.48 TB/s at batch 16 and head_dim 512"
@@ -173,7 +174,8 @@ BY_MAP: tuple[Rule[Tile], ...] = (
         "tensor maps",
         lambda c: not c.is_few and c.is_latent(latent.MANY),
         (Tile(64, 64, 64, True, 16, 2, by_map=True),),
-        NOT_MEASURED,
+        "1.30 to 3.20 times as fast as by pointers in 21 calls on an H200, 2.23 in the geometric mean",
+        MANY_ROWS,
     ),
 )
 # The widest tile that spills on no target (tests/compile); on Hopper the fastest one measured. The figures are of an
