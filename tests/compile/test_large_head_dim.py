@@ -151,6 +151,27 @@ def test_latents_on_hopper(page_size: int) -> None:
     assert instructions.get("USETMAXREG", 0) > 0
 
 
+@pytest.mark.parametrize(("page_size", "packed"), [(0, False), (16, False), (64, True)])
+def test_latents_of_many_rows_on_hopper(page_size: int, packed: bool) -> None:
+    """A tile of K serves both products: 36 instructions for scores, in boxes of 64 columns, and 8 for the values of
+    each of two warpgroups, in pieces of 128; a block has a multiprocessor's registers and nearly all shared memory."""
+    point = job("sm_90", "large_head_dim", "bfloat16", 576, "decode, latent")
+    point["problem"] |= {"page_size": page_size, "num_heads_q": 32}
+    if packed:
+        point["problem"] |= {"packed": True, "total_q": 40, "total_k": 2 * 8192, "seqlen_q": 20}
+    changed = BY_MAP | {"block_m": 64, "num_warps": 16}
+    (facts,) = compile_all([point | {"config": changed}])
+    attend, merge = facts["launches"]
+    assert attend["name"] == "latent_rows_kernel"
+    assert attend["spill_bytes"] == merge["spill_bytes"] == 0
+    assert attend["registers"] <= 128 and attend["num_warps"] == 16
+    assert attend["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+    instructions = attend["instructions"]
+    copies = max(1, 64 // page_size) if page_size else 1
+    assert instructions["HGMMA"] == 36 + 2 * 8 and instructions["UTMALDG"] == 9 + 9 * copies
+    assert instructions.get("USETMAXREG", 0) > 0
+
+
 def test_the_softmax_moves_whole_vectors() -> None:
     """A row of 2,048 scores: four loads of 16 bytes a thread, and two stores beside the row's two numbers."""
     point = job("sm_90", "three_kernel", "bfloat16", 1024, "plain") | {"own_products": False}

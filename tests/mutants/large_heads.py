@@ -27,7 +27,7 @@ LARGE_HEADS = [
     ),
     Mutant(
         "keys beside a latent's visible ones not zeroed", "kernels/large_head_dim/latent_device.py",
-        "zero_unseen(ring, n, share.begin - key, share.end - key, V_BOXES)", "n += 0",
+        "zero_unseen(ring, n, share.begin - key, share.end - key, k_map, 1, V_BOXES)", "n += 0",
         "../kernels/hopper/test_latent.py::test_what_lies_beside_the_keys_has_no_effect", "", "torch.equal",
     ),
     Mutant(
@@ -36,9 +36,24 @@ LARGE_HEADS = [
         "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain", "FAIL",
     ),
     Mutant(
-        "shares of a latent's keys overlap", "kernels/large_head_dim/latent_device.py",
+        "shares of a latent's keys overlap", "kernels/large_head_dim/latent_keys.py",
         "first = (tile + tiles * split // num_splits) * KEYS", "first = tile * KEYS",
         "../kernels/hopper/test_latent.py::test_the_protocol_on_a_cpu", "plain and 3", "FAIL",
+    ),
+    Mutant(
+        "rows of a latent's tile all see what the last query sees", "kernels/large_head_dim/latent_rows_device.py",
+        "begin, end = keys_seen(query, query,", "query = query * 0 + last_query; begin, end = keys_seen(query, query,",
+        "../kernels/hopper/test_latent.py::test_the_protocol_of_many_rows_on_a_cpu", "second and 1", "FAIL",
+    ),
+    Mutant(
+        "pieces of a latent multiplied by the other warpgroup's place", "kernels/large_head_dim/latent_rows_device.py",
+        "column = (2 * i + GROUP) * WIDTH + columns", "column = (GROUP * (PIECES // 2) + i) * WIDTH + columns",
+        "../kernels/hopper/test_latent.py::test_the_protocol_of_many_rows_on_a_cpu", "six and 1", "FAIL",
+    ),
+    Mutant(
+        "packed latents begin with the first query", "kernels/large_head_dim/latent_rows_device.py",
+        "q_row = tile.q_begin * num_heads + tile.row_first", "q_row = tile.row_first",
+        "../kernels/hopper/test_latent.py::test_packed_queries", "True and 1", "FAIL",
     ),
     Mutant(
         "pages of a tile copied over one another", "kernels/split_kv/few_rows_device.py",

@@ -154,8 +154,8 @@ def scores(
     rows = tile.row_first + gl.arange(0, ROWS, by_row)
     inside = rows < tile.seqlen_q * num_heads
     query = gl.minimum(rows // num_heads, tile.seqlen_q - 1)
-    begin, end = keys_seen(query, query, tile.seqlen_q, share.length, window)
     first_query, last_query = queries_of(tile, num_heads)
+    begin, end = keys_seen(query, query, tile.seqlen_q, share.length, window)
     last_begin, _ = keys_seen(last_query, last_query, tile.seqlen_q, share.length, window)
     _, first_end = keys_seen(first_query, first_query, tile.seqlen_q, share.length, window)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, by_row)
