@@ -101,7 +101,10 @@ def tile_of(sequences: Sequences, num_heads, num_splits):
         slot = pid % slots
         batch = scheduler.owner_of(sequences, sequences.cu_seqlens_q_ptr, slot, ROWS, 1, num_heads, 4)
         q_begin, seqlen_q = scheduler.queries_of(sequences, sequences.cu_seqlens_q_ptr, batch)
+        # Offsets that do not ascend give a sequence slots before its own: they have no rows.
         row_first = (slot - (q_begin * num_heads // ROWS + batch)) * ROWS
+        seqlen_q = gl.where(row_first < 0, 0, seqlen_q)
+        row_first = gl.maximum(row_first, 0)
     else:
         seqlen_q = sequences.seqlen_q
         tiles = gl.cdiv(seqlen_q * num_heads, ROWS)
