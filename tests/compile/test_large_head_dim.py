@@ -130,6 +130,7 @@ def test_hoppers_own_launches(feature: str) -> None:
     assert 256 < scores["instructions"]["MUFU.EX2"] < 300, "a tile of 128 scores a thread, in two warpgroups"
 
 
+PACKED = {"seqlen_q": 4, "page_size": 64, "packed": True, "total_q": 40}
 BY_MAP = {"block_m": 16, "block_n": 64, "block_d": 64, "v_parts": 1, "num_splits": 16, "q_resident": True,
           "num_warps": 4, "num_stages": 2, "by_map": True}  # fmt: skip
 
@@ -148,6 +149,21 @@ def test_latents_on_hopper(page_size: int) -> None:
     assert 2 * (attend["smem_bytes"] + 1024) <= 228 * 1024
     instructions = attend["instructions"]
     assert instructions["HGMMA"] == 4 * (9 + 8) and instructions["UTMALDG"] == 9 + 9
+    assert instructions.get("USETMAXREG", 0) > 0
+
+
+@pytest.mark.parametrize("changes", [{"seqlen_q": 4}, PACKED], ids=str)
+def test_latents_of_many_rows_on_hopper(changes: dict[str, Any]) -> None:
+    """Scores are 36 instructions a step; values are 4 of each piece, of which either warpgroup has two."""
+    point = job("sm_90", "large_head_dim", "bfloat16", 576, "decode, latent")
+    point["problem"] |= {"causal": "bottom_right"} | changes
+    (facts,) = compile_all([point | {"config": BY_MAP | {"block_m": 64, "num_warps": 16}}])
+    attend, merge = facts["launches"]
+    assert attend["name"] == "latent_rows_kernel"
+    assert attend["spill_bytes"] == merge["spill_bytes"] == 0
+    assert attend["num_warps"] == 16 and attend["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+    instructions = attend["instructions"]
+    assert instructions["HGMMA"] == 4 * (9 + 4) and instructions["UTMALDG"] == 9 + 9
     assert instructions.get("USETMAXREG", 0) > 0
 
 
