@@ -69,6 +69,7 @@ from warpwave.runtime import launch
 
 NAME = "large_head_dim"
 NEEDS_GPU = True
+SHARES_TILES = True
 TABLES_END = CachedOperands._fields.index("rows") + 1  # the factors after the tables belong to caches it refuses
 
 
