@@ -225,6 +225,7 @@ def test_a_family_lists_everything_that_is_asked_of_a_kernel() -> None:
         "ABLE",
         "Binder",
         "MEANT_FROM",
+        "SHARES_TILES",
         "SKIPS_HIDDEN_TILES",
         "choose_splits",
         "default",

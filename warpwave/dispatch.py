@@ -31,6 +31,7 @@ Commands of the workbench read these, all of them optional:
     arithmetic_of(problem, gpu) -> str         the float32 arithmetic of gradients, if not the forward's
     choose_splits(problem, gpu, config)        how many blocks share the keys of a head; present if it can split them
     MEANT_FROM                                 the least head_dim for which `explain` recommends it
+    SHARES_TILES                               True if the query heads that read one kv head always share tiles
     SKIPS_HIDDEN_TILES                         True if it skips tiles that a boolean mask hides
     WIDENS_VALUES                              True if it multiplies a v of 8 bits in float16
 

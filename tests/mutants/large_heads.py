@@ -28,7 +28,22 @@ LARGE_HEADS = [
     Mutant(
         "keys beside a latent's visible ones not zeroed", "kernels/large_head_dim/latent_device.py",
         "zero_unseen(ring, n, share.begin - key, share.end - key, k_map, 1, V_BOXES)", "n += 0",
-        "../kernels/hopper/test_latent.py::test_what_lies_beside_the_keys_has_no_effect", "", "torch.equal",
+        "../kernels/hopper/test_latent.py::test_what_lies_beside_the_keys_has_no_effect", "16", "torch.equal",
+    ),
+    Mutant(
+        "keys beside a latent's visible ones not zeroed for many rows", "kernels/large_head_dim/latent_rows_device.py",
+        "zero_unseen(ring, n, share.begin - key, share.end - key, k_map, 2, PIECES // 2)", "n += 0",
+        "../kernels/hopper/test_latent.py::test_what_lies_beside_the_keys_has_no_effect", "64", "torch.equal",
+    ),
+    Mutant(
+        "a latent's sums not rescaled for many rows", "kernels/large_head_dim/latent_rows_device.py",
+        "acc = rescaled(acc, factors.load(by_row))", "factors.load(by_row)",
+        "../kernels/hopper/test_latent.py::test_the_protocol_of_many_rows_on_a_cpu", "six", "FAIL",
+    ),
+    Mutant(
+        "offsets of packed latents not clamped", "kernels/large_head_dim/latent_rows_device.py",
+        "        row_first = gl.maximum(row_first, 0)\n", "",
+        "../kernels/hopper/test_latent.py::test_offsets_that_do_not_ascend", "", "assert",
     ),
     Mutant(
         "a latent's sums not rescaled", "kernels/large_head_dim/latent_device.py",

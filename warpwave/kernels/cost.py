@@ -154,21 +154,23 @@ def multiply_add_bytes(products: Iterable[tuple[int, int, int]], threads: int) -
 WARP_US = 0.08
 
 
-def merging(rows: int, parts: int, read_bytes: int, write_bytes: int, ahead: bool = False) -> Cost:
-    """Returns the cost of the launch that merges partial results (`partials.merge_partials_kernel`), one block for each
-    row of each head. Blocks this small take a fixed time of an SM each, whatever they read: measured for 512 to 12,288
-    rows of 2 to 8 parts on an H200."""
+def merging(
+    rows: int, parts: int, read_bytes: int, write_bytes: int, ahead: bool = False, column_blocks: int = 1
+) -> Cost:
+    """Returns the cost of the launch that merges partial results (`partials.merge_partials_kernel`), `column_blocks`
+    blocks for each row of each head. Blocks this small take a fixed time of an SM each, whatever they read: measured
+    for 512 to 12,288 rows of 2 to 8 parts on an H200. Blocks that divide the columns of a row divide that time."""
     return Cost(
-        blocks=rows,
+        blocks=rows * column_blocks,
         flops=0,
-        exponentials=rows * parts,
+        exponentials=rows * column_blocks * parts,
         read_bytes=read_bytes,
         write_bytes=write_bytes,
         threads=64,
         registers=32,
         scratch_bytes=read_bytes,
         trips=1,
-        block_us=max(2 * WARP_US, 0.05 + 0.035 * parts),
+        block_us=max(2 * WARP_US, (0.05 + 0.035 * parts) / column_blocks),
         ahead=ahead,
     )
 

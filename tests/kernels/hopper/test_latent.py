@@ -182,6 +182,25 @@ def test_packed_queries(mask: dict[str, Any], num_splits: int) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("offsets", [[0, 100, 0, 40], [90, 3, 70, 100], [-5, 200, 1, -1]], ids=str)
+def test_offsets_that_do_not_ascend(offsets: list[int]) -> None:
+    """No program has rows before a sequence's first: their heads, as remainders, would be negative."""
+    from warpwave.kernels.large_head_dim import latent_rows_device
+
+    modules = {m.__name__: m for m in device_modules()}
+    queries, heads, batch = 100, 24, len(offsets) - 1
+    cu_seqlens = gluon_on_cpu.Pointer(torch.tensor(offsets))
+    slots = queries * heads // latent.MANY + batch
+    for slot in range(slots):
+        device = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(slot, slots))[latent_rows_device.__name__]
+        tile = device.tile_of(device.Sequences(cu_seqlens, 100, queries, batch, True), heads, 1)
+        last = min(int(tile.row_first) + latent.MANY, int(tile.seqlen_q) * heads)
+        if tile.row_first < last:
+            first = int(tile.q_begin) * heads
+            assert 0 <= tile.row_first and 0 <= first and first + last <= queries * heads, slot
+
+
+@needs_triton
 @pytest.mark.parametrize("rows", [latent.FEW, latent.MANY])
 def test_what_lies_beside_the_keys_has_no_effect(rows: int) -> None:
     """NaN in keys before a window, and in values of keys that nobody sees, in the same step as seen ones."""

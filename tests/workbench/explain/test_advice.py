@@ -104,6 +104,14 @@ def test_rows_of_a_tile_that_are_no_queries_are_counted() -> None:
     assert re.search(r"3 of the \d+ rows are queries\. The 8 query heads that share a kv head", advice(said))
 
 
+def test_heads_that_share_tiles_are_not_advised_to() -> None:
+    """96 rows of 24 heads are one tile and a half."""
+    of_latents = {"num_heads_q": 24, "num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "v_in_k": True}
+    said = on("h200", batch=8, seqlen_q=4, seqlen_k=4096, **of_latents)
+    assert said.kernel == "large_head_dim" and "compute 1.33 x the visible pairs" in advice(said)
+    assert "could share a tile" not in advice(said)
+
+
 def test_precision_is_advised_by_what_the_card_has() -> None:
     geforce = advice(on("rtx3060", dtype="float32"))
     assert "Products run as tf32x3, 15.01 / 3 = 5.003 TFLOP/s; precision='ieee'" in geforce

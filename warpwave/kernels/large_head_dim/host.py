@@ -69,6 +69,7 @@ from warpwave.runtime import launch
 
 NAME = "large_head_dim"
 NEEDS_GPU = True
+SHARES_TILES = True
 TABLES_END = CachedOperands._fields.index("rows") + 1  # the factors after the tables belong to caches it refuses
 
 
@@ -182,7 +183,7 @@ def _specify(
 def _merge(
     problem: AttentionProblem, num_splits: int, acc: Any, state: Any, out: Any, lse: Any, sinks: Any
 ) -> launch.Launch:
-    """Returns the merge, with the number of warps that registers allow for a row of this width."""
+    """Returns the merge, with more warps for wider rows."""
     spec = partials.specify_merge(problem, num_splits, acc, state, out, lse, sinks)
     width = padded(problem.head_dim_v)
     return spec._replace(options=dict(spec.options) | {"num_warps": min(8, max(4, width // 128))})
@@ -297,10 +298,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
     if not workspace:
         return main
-    merge = merging(rows, config.num_splits, workspace, out_bytes)
+    columns = partials.column_blocks(problem, config.num_splits)
+    merge = merging(rows, config.num_splits, workspace, out_bytes, column_blocks=columns)
     return replace(
         main,
-        blocks=main.blocks + rows,
+        blocks=main.blocks + merge.blocks,
         exponentials=main.exponentials + merge.exponentials,
         read_bytes=main.read_bytes + workspace,
         write_bytes=workspace + out_bytes,

@@ -22,6 +22,9 @@ A message is the probabilities of a tile of keys with the factor of the previous
 normalizes them. A stage of the ring always holds the same columns, so each of its uses has the same readers: none can
 wait for a use while the one before is missing, which a parity would not tell apart.
 
+At an edge, warpgroups of values zero the keys that no row sees, while the scores' one may read them: those scores are
+masked whatever they are.
+
 Latent caches are DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; splits of keys Dao et al., "Flash-Decoding" (2023).
 
 Bound: memory up to 64 rows, `2 * head_dim` bytes per key; above, tensor cores and shared memory. At 576/512 a tile of
@@ -101,7 +104,10 @@ def tile_of(sequences: Sequences, num_heads, num_splits):
         slot = pid % slots
         batch = scheduler.owner_of(sequences, sequences.cu_seqlens_q_ptr, slot, ROWS, 1, num_heads, 4)
         q_begin, seqlen_q = scheduler.queries_of(sequences, sequences.cu_seqlens_q_ptr, batch)
+        # Offsets that do not ascend give a sequence slots before its own: they have no rows.
         row_first = (slot - (q_begin * num_heads // ROWS + batch)) * ROWS
+        seqlen_q = gl.where(row_first < 0, 0, seqlen_q)
+        row_first = gl.maximum(row_first, 0)
     else:
         seqlen_q = sequences.seqlen_q
         tiles = gl.cdiv(seqlen_q * num_heads, ROWS)
@@ -137,7 +143,7 @@ def scores_of(q_tiles, ring, rest, n, step, PIECES: gl.constexpr):
 
 
 @jit
-def queries_of(tile, num_heads):
+def queries_of_tile(tile, num_heads):
     """Returns the first and the last query of a tile; the last is before the first if the tile has no rows."""
     return tile.row_first // num_heads, gl.minimum((tile.row_first + ROWS - 1) // num_heads, tile.seqlen_q - 1)
 
@@ -154,7 +160,7 @@ def scores(
     rows = tile.row_first + gl.arange(0, ROWS, by_row)
     inside = rows < tile.seqlen_q * num_heads
     query = gl.minimum(rows // num_heads, tile.seqlen_q - 1)
-    first_query, last_query = queries_of(tile, num_heads)
+    first_query, last_query = queries_of_tile(tile, num_heads)
     begin, end = keys_seen(query, query, tile.seqlen_q, share.length, window)
     last_begin, _ = keys_seen(last_query, last_query, tile.seqlen_q, share.length, window)
     _, first_end = keys_seen(first_query, first_query, tile.seqlen_q, share.length, window)
@@ -322,7 +328,7 @@ def latent_rows_kernel(
     rest = Chunks(beside, rest_full, rest_empty, TILES)
     meet_neighbors(128)
     tile = tile_of(sequences, num_heads, partials.num_splits)
-    first_query, last_query = queries_of(tile, num_heads)
+    first_query, last_query = queries_of_tile(tile, num_heads)
     share = share_of(
         pages, window, tile.seqlen_q, seqlen_k, tile.batch, tile.split, partials.num_splits, first_query, last_query
     )

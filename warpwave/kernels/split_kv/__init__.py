@@ -7,5 +7,14 @@ from warpwave.kernels.split_kv.choice import configs, default
 from warpwave.kernels.split_kv.claims import outrun, why_not
 from warpwave.kernels.split_kv.config import Config, smem_bytes
 from warpwave.kernels.split_kv.costs import cost, notes
-from warpwave.kernels.split_kv.host import NAME, NEEDS_GPU, QUANTIZED_CACHE, Binder, bind, bind_with_prefix, specify
+from warpwave.kernels.split_kv.host import (
+    NAME,
+    NEEDS_GPU,
+    QUANTIZED_CACHE,
+    SHARES_TILES,
+    Binder,
+    bind,
+    bind_with_prefix,
+    specify,
+)
 from warpwave.kernels.split_kv.splits import choose_splits

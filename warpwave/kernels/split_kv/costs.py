@@ -70,7 +70,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
     if parts == 1:
         return attend
-    merge = merging(rows, parts, scratch, outputs, ahead=config.launched_ahead)
+    columns = partials.column_blocks(problem, parts)
+    merge = merging(rows, parts, scratch, outputs, ahead=config.launched_ahead, column_blocks=columns)
     return replace(
         attend,
         exponentials=attend.exponentials + merge.exponentials,

@@ -59,6 +59,7 @@ from warpwave.runtime.tensor_maps import MapPlan
 NAME = "split_kv"
 NEEDS_GPU = True
 QUANTIZED_CACHE = True
+SHARES_TILES = True
 MAX_KNOWN = 256  # launches that a binder keeps
 
 # Host -----------------------------------------------------------------------------------------------------------------

@@ -263,7 +263,8 @@ def _whole_tiles(call: Call, bounds: Roofline, rates: Rates) -> Iterator[_Advice
         return
     saves = tiles.time_us * (1 - 1 / waste)
     text = f"Tiles of {block_m} x {block_n} compute {waste:.3g} x the visible pairs, {us(saves)} of {us(tiles.time_us)}"
-    together = getattr(call.config, "heads", 1)  # heads that share a tile
+    shares = getattr(call.kernel, "SHARES_TILES", False)
+    together = problem.heads_together if shares else getattr(call.config, "heads", 1)  # heads that share a tile
     if problem.seqlen_q * together < block_m:
         text += f": {problem.seqlen_q * together} of the {block_m} rows are queries."
         if problem.num_heads_q > problem.num_heads_kv * together:
