@@ -15,7 +15,7 @@ import torch
 
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.kernels import cache_descales, descales, dropout
-from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands
+from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands, is_part
 from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
 from warpwave.problem import PRECISIONS, AttentionProblem, Causal
 
@@ -147,8 +147,10 @@ def _fields_of_all_calls(
     scale, window = resolve_scale(options.softmax_scale, size["head_dim"]), (options.window_left, options.window_right)
     dropout.check_probability(options.dropout_p)
     _check_scalars(scale, options.softcap, window)
+    may_be_latent = size["num_heads_kv"] == 1 and size["head_dim_v"] < size["head_dim"]
     return {
         **{name: size[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},
+        "v_in_k": may_be_latent and is_part(operands.v, operands.k),
         "dtype": NAMES[operands.q.dtype],
         "softmax_scale": scale,
         "causal": Causal(options.causal) if options.causal else None,  # type: ignore[arg-type]

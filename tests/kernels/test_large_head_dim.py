@@ -6,12 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from warpwave import cached_calls
+from warpwave import cached_calls, dispatch
+from warpwave.checks import describe_call
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
+from warpwave.kernels import three_kernel
 from warpwave.kernels.large_head_dim import choice, claims
 from warpwave.kernels.large_head_dim import host as large_head_dim
 from warpwave.kernels.large_head_dim.config import Config, piece_of
+from warpwave.operands import Operands
+from warpwave.options import Options
 from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(
@@ -171,3 +176,19 @@ def test_the_default_of_latents_is_of_latents_alone() -> None:
     apart = large_head_dim._by_pointers(short, H200, choice.configs(short, H200)[0])
     assert not apart.by_map and apart.num_splits == 16
     assert large_head_dim._by_pointers(short, H200, replace(config, num_splits=3)).num_splits == 3
+
+
+def test_a_dense_call_on_latents_is_not_three_kernels() -> None:
+    """Only if v is part of k: elsewhere tiles of many rows by pointers are slower (4 x 64 queries, 128 heads)."""
+    call = replace(DECODE, batch=4, seqlen_q=64, seqlen_k=8192, num_heads_q=128, causal=Causal())
+    assert dispatch.choose(call, H200).kernel.NAME == three_kernel.NAME
+    assert dispatch.choose(replace(call, v_in_k=True), H200).kernel.NAME == large_head_dim.NAME
+    few = replace(call, batch=1, seqlen_q=4, num_heads_q=64, seqlen_k=32768)
+    assert dispatch.choose(few, H200).kernel.NAME == large_head_dim.NAME, "of which three_kernel has no estimate"
+
+
+def test_a_call_states_whether_v_is_part_of_k() -> None:
+    q, k = torch.zeros(1, 2, 4, 24), torch.zeros(1, 5, 1, 24)
+    assert describe_call(Operands(q, k, k[..., :16]), Options()).v_in_k
+    assert not describe_call(Operands(q, k, k[..., 8:]), Options()).v_in_k
+    assert not describe_call(Operands(q, k, k.clone()[..., :16]), Options()).v_in_k

@@ -46,7 +46,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []  # or another kernel runs first
     if gpu.vendor == "nvidia":
         few = problem.seqlen_q <= FEW_QUERIES_OF_WIDE_HEADS
-        if few and any(Call(problem, gpu).is_latent(rows) for rows in (latent.FEW, latent.MANY)):
+        if few and problem.v_in_k and any(Call(problem, gpu).is_latent(rows) for rows in (latent.FEW, latent.MANY)):
             return []
         if few and wide_heads.are_known(problem, gpu):
             return wide_heads.why_not_fused(problem, gpu)

@@ -17,7 +17,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import descales
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
-from warpwave.operands import AnyOperands, Operands, QuantizedOperands
+from warpwave.operands import AnyOperands, Operands, QuantizedOperands, is_part
 from warpwave.options import as_bool, as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal
 from warpwave.workbench.explain import accuracy
@@ -250,7 +250,7 @@ def explain(
         scores = (causal, window_size, cap, softmax_scale, precision)
         options = options_of(operands, *scores, return_lse, dropout_p, deterministic, out_dtype)
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
-        problem = replace(_counted(problem, operands), v_in_k=_is_part(operands.v, operands.k))
+        problem = replace(_counted(problem, operands), v_in_k=is_part(operands.v, operands.k))
         gpu = gpu or current_gpu(q.device)
         if mask is not None and mask.device.type != "meta":
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
@@ -535,13 +535,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _names(names: list[str]) -> str:
     return f"You pass {' and '.join(names)}"
-
-
-def _is_part(v: torch.Tensor, k: torch.Tensor) -> bool:
-    """Returns whether v is the first columns of k. Tensors may be without memory, unlike those of a launch
-    (latent_host.is_one_tensor), for which addresses are faster."""
-    same = v.untyped_storage()._cdata == k.untyped_storage()._cdata and v.storage_offset() == k.storage_offset()
-    return same and v.stride() == k.stride() and v.shape[-1] <= k.shape[-1] and v.dtype == k.dtype
 
 
 def _counted(problem: AttentionProblem, operands: AnyOperands) -> AttentionProblem:
