@@ -285,7 +285,7 @@ def _of_latents_of_many_rows(path: Path) -> Iterator[Point]:
         kind = decode_large_heads.Point(*(found[name] for name in decode_large_heads.Point._fields))
         if kind.rows <= 16:
             continue
-        problem = replace(kind.problem, v_in_k=True)
+        problem = kind.problem
         config = large_head_dim.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
         times = {found["num_splits"]: found["us"]}
         times |= {int(name[1:]): us for name, us in found["us_beside"].items() if name.startswith("x")}

@@ -75,7 +75,7 @@ class Point(NamedTuple):
         return AttentionProblem(
             batch=self.batch, seqlen_q=self.queries, seqlen_k=self.cached, num_heads_q=self.heads, num_heads_kv=heads,
             head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16", softmax_scale=head_dim**-0.5,
-            page_size=self.page_size, causal=Causal() if self.queries > 1 else None,
+            page_size=self.page_size, causal=Causal() if self.queries > 1 else None, v_in_k=self.latent,
         )  # fmt: skip
 
     @property
@@ -103,12 +103,6 @@ POINTS = [
     Point(LATENT, 16, 8192, 64, 64, 16),
     Point(LATENT, 100, 1024, 64, 32),
 ]
-
-
-def operands_of(point: Point, device: torch.device, seed: int) -> Any:
-    """Returns the inputs; for a latent, v is a view of k."""
-    made = make_operands(point.problem, device, seed=seed)
-    return made._replace(v=made.k[..., : point.problem.head_dim_v]) if point.latent else made
 
 
 def call_of(operands: Operands | CachedOperands) -> Callable[[], Tensor]:
@@ -153,7 +147,7 @@ def measure(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     sets = max(1, min(16, -(-int(COLD_BYTES) // point.cache_bytes)))
-    operands = [operands_of(point, device, seed) for seed in range(sets)]
+    operands = [make_operands(point.problem, device, seed=seed) for seed in range(sets)]
     verdict = Sample(point.problem, operands[0]).judge(call_of(operands[0])())
     if not verdict.passed:
         raise RuntimeError(f"{point} is wrong: {verdict.reason}")

@@ -36,6 +36,7 @@ from warpwave.kv_cache import (
     check_positions,
     integers,
     new_tokens,
+    values_in,
 )
 from warpwave.operands import CachedOperands, DropoutOperands, Operands, QuantizedOperands
 from warpwave.options import Options, as_int
@@ -206,6 +207,8 @@ def prepare_new(
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise InvalidType(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     packed = operands.cu_seqlens_q is not None
+    if k_new is not None and v_new is None:
+        v_new = values_in(layer_of(cache), k_new)
     if k_new is not None:
         leading, what = q.shape[:-2], "tokens"
         if rotary is None and not packed:
@@ -541,13 +544,16 @@ def warmup(
 
 def blank_operands(problem: AttentionProblem, device: torch.device) -> Any:
     """Returns operands of a problem, contiguous and with memory of unspecified content; a pool has one page."""
-    return type(operands := operands_without_memory(problem))(
+    operands = operands_without_memory(problem)
+    filled = type(operands)(
         *(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in operands)
     )
+    return filled._replace(v=filled.k[..., : problem.head_dim_v]) if problem.v_in_k else filled
 
 
 def operands_without_memory(problem: AttentionProblem) -> Any:
-    """Returns contiguous operands of a problem on device "meta", without storage. A pool has one page."""
+    """Returns contiguous operands of a problem on device "meta", without storage; a v that is part of k is a view. A
+    pool has one page."""
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -557,6 +563,12 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
     rows = (p.total_q,) if p.packed else (p.batch, p.seqlen_q)
     keys = (p.total_k,) if p.packed else (p.batch, p.seqlen_k)
     q = empty(*rows, p.num_heads_q, p.head_dim, dtype=dtype)
+    cells = (1, p.page_size) if p.page_size else keys
+    k = empty(*cells, p.num_heads_kv, p.head_dim, dtype=of_keys)
+    if p.v_in_k:
+        v = k[..., : p.head_dim_v]
+    else:
+        v = empty(*cells, p.num_heads_kv, p.head_dim_v, dtype=of_keys if p.page_size else getattr(torch, p.dtype_of_v))
     slopes = None if p.alibi_shape is None else empty(*p.alibi_shape, dtype=torch.float32)
     sinks = empty(p.num_heads_q, dtype=torch.float32) if p.has_sinks else None
     offsets = empty(p.batch + 1, dtype=torch.int32) if p.packed else None
@@ -564,18 +576,14 @@ def operands_without_memory(problem: AttentionProblem) -> Any:
         shape = (1, p.page_size, p.num_heads_kv) if p.kv_factors == "token" else (p.num_heads_kv,)
         factors = (None if p.kv_factors is None else empty(*shape, dtype=torch.float32) for _ in "kv")
         return CachedOperands(
-            q,
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim, dtype=of_keys),
-            empty(1, p.page_size, p.num_heads_kv, p.head_dim_v, dtype=of_keys),
+            *(q, k, v),
             *(None, None, slopes, sinks, offsets, None),
             empty(p.batch, -(-p.seqlen_k // p.page_size), dtype=torch.int32),
             *(empty(p.batch, dtype=torch.int32) for _ in ("seqused_k", "rows")),
             *factors,
         )
     operands = Operands(
-        q,
-        empty(*keys, p.num_heads_kv, p.head_dim, dtype=dtype),
-        empty(*keys, p.num_heads_kv, p.head_dim_v, dtype=getattr(torch, p.dtype_of_v)),
+        *(q, k, v),
         None if p.mask_shape is None else empty(*p.mask_shape, dtype=torch.bool),
         None if p.bias_shape is None else empty(*p.bias_shape, dtype=getattr(torch, p.bias_dtype or p.dtype)),
         *(slopes, sinks, offsets, offsets),

@@ -10,6 +10,7 @@ from warpwave.kv_cache.tokens import (
     check_positions,
     integers,
     new_tokens,
+    values_in,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "check_positions",
     "integers",
     "new_tokens",
+    "values_in",
 ]

@@ -34,6 +34,7 @@ from warpwave.kv_cache.tokens import (
     integers,
     new_tokens,
     one_or_many,
+    values_in,
 )
 from warpwave.options import as_int
 from warpwave.runtime.bounded import Bounded
@@ -61,6 +62,8 @@ class PagedKVCache:
             need fewer table look-ups.
         num_heads_kv, head_dim: heads and head size of K; V has the same heads.
         head_dim_v: head size of V; head_dim if None.
+        v_in_k: whether V is the first head_dim_v columns of K, as in a latent cache (MLA): one pool stores both, and
+            new tokens need no `v_new`. Not for 8-bit caches.
         num_layers: layers that share the tables; each has its own pools.
         max_batch: rows of the page table.
         max_seqlen: tokens of the longest sequence; the table has `ceil(max_seqlen / page_size)` columns.
@@ -104,6 +107,7 @@ class PagedKVCache:
         num_heads_kv: int,
         head_dim: int,
         head_dim_v: int | None = None,
+        v_in_k: bool = False,
         num_layers: int = 1,
         max_batch: int,
         max_seqlen: int,
@@ -126,6 +130,7 @@ class PagedKVCache:
         num_pages, page_size, num_heads_kv, head_dim, head_dim_v, num_layers, max_batch, max_seqlen = sizes.values()
         if page_size & (page_size - 1):
             raise InvalidInput(f"page_size is {page_size}; it must be a power of two, for example 16 or 64")
+        pools.check_latent(v_in_k, dtype, head_dim, head_dim_v)
         given = pools.check_given(dtype, device, (k_descale, v_descale), num_layers, num_heads_kv)
         self.num_pages, self.page_size, self.max_batch, self.max_seqlen = num_pages, page_size, max_batch, max_seqlen
         self._columns = -(-max_seqlen // page_size)
@@ -134,7 +139,8 @@ class PagedKVCache:
         with torch.inference_mode(False):  # else only inference mode could change these tensors
             self._tables = torch.zeros(self._lengths_at + max_batch, dtype=torch.int32, device=device)
             cells, widths = (num_pages, page_size, num_heads_kv), (head_dim, head_dim_v)
-            self._pools = [pools.of_layer(dtype, device, cells, widths, given, i) for i in range(num_layers)]
+            self._pools = [pools.of_layer(dtype, device, cells, widths, given, i, v_in_k) for i in range(num_layers)]
+        self._head_dim_v = head_dim_v
         self._sequences: list[SequenceRecord | None] = [None] * max_batch
         self.has_evicted = False
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the page freed last is taken first
@@ -147,8 +153,11 @@ class PagedKVCache:
             self.page_table, self.seqused_k = self._views(self._tables)
         self.device = self._tables.device
         self.layers = tuple(
-            CacheLayer(k, v, self.page_table, self.seqused_k, *factors) for k, v, *factors in self._pools
-        )
+            CacheLayer(
+                k, k[..., : self._head_dim_v] if v is None else v, self.page_table, self.seqused_k, *factors
+            )
+            for k, v, *factors in self._pools
+        )  # fmt: skip
         self._indices: Bounded[tuple[int, ...], torch.Tensor] = Bounded(MAX_INDICES)
 
     def _views(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -402,7 +411,7 @@ class PagedKVCache:
         self,
         rows: Sequence[int],
         k_new: torch.Tensor,
-        v_new: torch.Tensor,
+        v_new: torch.Tensor | None = None,
         *,
         cu_seqlens: torch.Tensor | None = None,
         counts: Sequence[int] | None = None,
@@ -414,7 +423,7 @@ class PagedKVCache:
             rows: rows of the sequences.
             k_new: (len(rows), seqlen, num_heads_kv, head_dim), or packed (total, num_heads_kv, head_dim). Gradients are
                 not propagated: the cache stores only the values.
-            v_new: the same for V.
+            v_new: the same for V; of a latent cache, None for the first columns of k_new.
             cu_seqlens: int32 (len(rows) + 1,), the offsets of `counts` on the device. Only its shape and dtype are
                 checked: `counts` decides which tokens go to which row.
             counts: new tokens of each sequence, if they are packed.
@@ -429,6 +438,8 @@ class PagedKVCache:
         if cu_seqlens is not None:
             check_offsets_tensor(cu_seqlens, len(listed))
         numbers = None if counts is None else integers("counts", counts)
+        if v_new is None and isinstance(k_new, torch.Tensor):
+            v_new = values_in(self.layer, k_new)
         with self.prepare_append(self.layer, listed, k_new, v_new, counts=numbers, rotary=rotary).applied():
             pass
 
@@ -437,7 +448,7 @@ class PagedKVCache:
         layer: CacheLayer,
         rows: list[int],
         k_new: torch.Tensor,
-        v_new: torch.Tensor,
+        v_new: torch.Tensor | None,
         *,
         q: torch.Tensor | None = None,
         counts: list[int] | None = None,

@@ -10,6 +10,7 @@ from warpwave.checks import DTYPE_NAMES
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.gpu import present_device
 from warpwave.kernels import cache_descales, descales
+from warpwave.options import as_bool
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -56,6 +57,15 @@ def check_given(
     return found[0], found[1]
 
 
+def check_latent(v_in_k: bool, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
+    """Raises InvalidType or InvalidInput if no cache can have V in K with this dtype and these widths."""
+    v_in_k = as_bool("v_in_k", v_in_k)
+    if v_in_k and head_dim_v > head_dim:
+        raise InvalidInput(f"head_dim_v is {head_dim_v} and v_in_k True; it must be at most head_dim, {head_dim}")
+    if v_in_k and dtype in cache_descales.DTYPES:
+        raise InvalidInput(f"v_in_k is True and dtype is {dtype}; a cache with V in K has 16 or 32 bits")
+
+
 def of_layer(
     dtype: torch.dtype,
     device: torch.device | str,
@@ -63,16 +73,18 @@ def of_layer(
     widths: tuple[int, int],
     given: Pair,
     layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    v_in_k: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Returns new pools of K and V of a layer, and their factors: those that were given, or memory for one of each head
-    of each token; None for a cache of 16 or 32 bits.
+    of each token; None for a cache of 16 or 32 bits. V is None if it is part of K.
 
     Args:
         cells: (num_pages, page_size, num_heads_kv).
         widths: head_dim and head_dim_v.
         given: as `check_given` returns them.
     """
-    k, v = (torch.empty(*cells, width, dtype=dtype, device=device) for width in widths)
+    k = torch.empty(*cells, widths[0], dtype=dtype, device=device)
+    v = None if v_in_k else torch.empty(*cells, widths[1], dtype=dtype, device=device)
     if dtype not in cache_descales.DTYPES:
         return k, v, None, None
     of_k, of_v = (

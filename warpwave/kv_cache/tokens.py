@@ -12,6 +12,7 @@ import torch
 from warpwave.checks import bind_axes, is_plain
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kernels import append_kv, cache_descales, descales
+from warpwave.operands import is_part
 from warpwave.options import as_bool, as_int
 
 
@@ -138,6 +139,11 @@ def check_offsets_tensor(offsets: Any, batch: int) -> None:
         raise InvalidType(f"cu_seqlens is {offsets.dtype}; it must be torch.int32")
     if offsets.dim() != 1 or len(offsets) != batch + 1:
         raise InvalidInput(f"cu_seqlens has shape {tuple(offsets.shape)} for {batch} rows; it must be ({batch + 1},)")
+
+
+def values_in(layer: CacheLayer, k_new: torch.Tensor) -> torch.Tensor | None:
+    """Returns the values of new tokens that are part of their keys, as in a latent cache; None if the cache is none."""
+    return k_new[..., : layer.v.shape[-1]] if k_new.dim() and is_part(layer.v, layer.k) else None
 
 
 def new_tokens(

@@ -33,15 +33,15 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
     rows_k = (problem.total_k,) if problem.packed else (problem.batch, problem.seqlen_k)
     q = normal(*rows_q, problem.num_heads_q, problem.head_dim)
     k = normal(*rows_k, problem.num_heads_kv, problem.head_dim)
-    v = normal(*rows_k, problem.num_heads_kv, problem.head_dim_v)
-    for tensor in (q, k, v):
+    v = None if problem.v_in_k else normal(*rows_k, problem.num_heads_kv, problem.head_dim_v)
+    for tensor in (q, k) if v is None else (q, k, v):
         tensor.requires_grad_(problem.requires_grad)
     if problem.page_size:
         return _in_pages(problem, q, k, v, generator, device)
     operands = Operands(
         q,
         k,
-        v,
+        k[..., : problem.head_dim_v] if v is None else v,
         mask=None if problem.mask_shape is None else _mask(problem, generator, device),
         bias=None if problem.bias_shape is None else normal(*problem.bias_shape),
         alibi_slopes=None if problem.alibi_shape is None else _slopes(problem, device),
@@ -53,9 +53,11 @@ def make_operands(problem: AttentionProblem, device: torch.device | str, *, seed
 
 
 def _in_pages(
-    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator, device: torch.device | str
-) -> CachedOperands:
-    """Returns the keys and values in pages in random order, as in a server that has run for a while."""
+    problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor | None, generator: torch.Generator,
+    device: torch.device | str,
+) -> CachedOperands:  # fmt: skip
+    """Returns the keys and values in pages in random order, as in a server that has run for a while; v is None if it is
+    part of k."""
     lengths = [n for _, n in problem.items()]
     size = problem.page_size
     counts = [-(-n // size) for n in lengths]
@@ -63,7 +65,7 @@ def _in_pages(
     table = torch.zeros(problem.batch, -(-problem.seqlen_k // size), dtype=torch.int32, device=device)
     pools: list[Tensor] = []
     factors: list[Tensor] = []
-    for x in (k, v):
+    for x in (k,) if v is None else (k, v):
         pool = x.new_zeros(len(order), size, *x.shape[-2:])
         first = page = 0
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -77,6 +79,9 @@ def _in_pages(
             pool, factor = _in_8_bits(pool, getattr(torch, problem.dtype_kv), problem.kv_factors == "token")
             factors.append(factor)
         pools.append(pool)
+    if v is None:
+        pools.append(pools[0][..., : problem.head_dim_v])
+        factors *= 2
     return CachedOperands(
         q,
         pools[0],
