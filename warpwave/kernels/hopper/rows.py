@@ -86,6 +86,20 @@ def zero_head(pieces, tile, unseen, MOST: gl.constexpr = 16):
 
 
 @jit
+def zero_rows_outside(box, begin, end):
+    """Zeroes the rows of a box, [rows, 64] in shared memory, before `begin` and from `end` on: a probability of 0 times
+    a NaN is NaN. Its writers must fence and meet afterward."""
+    layout: gl.constexpr = row_vectors(BOX)
+    COUNT: gl.constexpr = box.shape[0]
+    for first in gl.static_range(0, COUNT, 16):  # few rows at a time, to limit registers
+        rows = box.slice(first, 16, dim=0)
+        keys = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
+        values = rows.load(layout)
+        seen = (keys >= begin) & (keys < end)
+        rows.store(gl.where(seen[:, None], values, gl.zeros_like(values)))
+
+
+@jit
 def zero_rows_before(x, first):
     """Zeroes the rows of x, in shared memory, before `first`."""
     layout: gl.constexpr = row_vectors(x.shape[1])

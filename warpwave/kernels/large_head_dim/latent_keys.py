@@ -9,7 +9,7 @@ copies.
 
 from warpwave.kernels.groups import Pages, Window
 from warpwave.kernels.hopper.parts import matrix, tile_bytes, wait_full
-from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.kernels.hopper.rows import zero_rows_outside
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
@@ -161,20 +161,12 @@ def producer(
 
 @jit
 def zero_unseen(ring, n, begin, end, k_map, STEP: gl.constexpr, PIECES: gl.constexpr):
-    """Zeroes the keys of a step before `begin` and from `end` on, in pieces n, n + STEP, ...: a probability of 0 times
-    a NaN is NaN."""
-    layout: gl.constexpr = row_vectors(BOX)
+    """Zeroes the keys of a step before `begin` and from `end` on, in pieces n, n + STEP, ..."""
     for i in gl.static_range(PIECES):
         wait_full(ring, n + i * STEP)
         piece = ring.chunks.index((n + i * STEP) % ring.stages)
         for j in gl.static_range(piece.shape[1] // BOX):
-            box = matrix(box_of(piece, j, k_map))
-            for first in gl.static_range(0, KEYS, 16):  # few rows at a time, to limit registers
-                rows = box.slice(first, 16, dim=0)
-                keys = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
-                values = rows.load(layout)
-                seen = (keys >= begin) & (keys < end)
-                rows.store(gl.where(seen[:, None], values, gl.zeros_like(values)))
+            zero_rows_outside(matrix(box_of(piece, j, k_map)), begin, end)
     fence_async_shared()
     block_barrier()
 

@@ -34,7 +34,7 @@ from warpwave.kernels.hopper.parts import (
     tile_bytes,
     wait_full,
 )
-from warpwave.kernels.hopper.rows import row_vectors
+from warpwave.kernels.hopper.rows import row_vectors, zero_rows_outside
 from warpwave.kernels.hopper.softmax import columns_with_sink, softmax_of_columns
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
@@ -239,16 +239,10 @@ def hand_back(ring, n):
 
 
 @jit
-def zero_unseen(ring, n, begin, end, KEYS: gl.constexpr):
-    """Zeroes a tile's keys before `begin` and from `end` on: a probability of 0 times a NaN is NaN."""
-    layout: gl.constexpr = row_vectors(BOX)
+def zero_unseen(ring, n, begin, end):
+    """Zeroes a tile's keys before `begin` and from `end` on."""
     for j in gl.static_range(ring.boxes):
-        for first in gl.static_range(0, KEYS, 16):  # few rows at a time, to limit registers
-            rows = tile_box(ring, n, j).slice(first, 16, dim=0)
-            keys = first + gl.arange(0, 16, gl.SliceLayout(1, layout))
-            values = rows.load(layout)
-            seen = (keys >= begin) & (keys < end)
-            rows.store(gl.where(seen[:, None], values, gl.zeros_like(values)))
+        zero_rows_outside(tile_box(ring, n, j), begin, end)
     fence_async_shared()
     block_barrier()
 
@@ -350,7 +344,7 @@ def consumer(
         p_tile.store(p.to(p_tile.dtype))
         wait_full(v_ring, n)
         if (key < begin) | (key + KEYS > end):
-            zero_unseen(v_ring, n, begin - key, end - key, KEYS)
+            zero_unseen(v_ring, n, begin - key, end - key)
         fence_async_shared()
         block_barrier()
         acc = add_values(p_tile, v_ring, n, acc, alpha)
