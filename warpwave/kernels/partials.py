@@ -236,7 +236,7 @@ def specify_merge(
     parts, columns, at_once = loads(problem, num_parts)
     return Launch(
         kernel=merge_partials_kernel,
-        grid=merge_grid(problem, num_parts),
+        grid=merge_grid(problem, columns),
         tensors=(acc, state, out, lse, sinks),
         scalars=merge_scalars(problem, num_parts),
         constants={
@@ -267,9 +267,9 @@ def loads(problem: AttentionProblem, num_parts: int) -> tuple[int, int, bool]:
     return parts, columns, num_parts <= parts
 
 
-def merge_grid(problem: AttentionProblem, num_parts: int) -> int:
-    """Returns the number of blocks of `specify_merge`'s launch."""
-    return problem.rows * problem.num_heads_q * column_blocks(problem, num_parts)
+def merge_grid(problem: AttentionProblem, columns: int) -> int:
+    """Returns the number of blocks of `specify_merge`'s launch, each of which has so many columns of a row."""
+    return problem.rows * problem.num_heads_q * -(-problem.head_dim_v // columns)
 
 
 def column_blocks(problem: AttentionProblem, num_parts: int) -> int:

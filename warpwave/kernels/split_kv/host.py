@@ -115,7 +115,7 @@ class Binder:
         known = self._known.get(key)
         if known is not None and _has_regular_strides(operands, known.unit):
             attend = _attending(problem, gpu, operands, config, known)
-            beside = known.beside.get((operands.q.shape, parts)) or _beside(problem, operands.q, parts, known)
+            beside = known.beside.get((operands.q.shape, parts)) or _beside(problem, operands.q, parts, merging, known)
             if attend is not None and beside is not None:
                 return _running(attend, *beside)
         straight = straightener(operands)
@@ -184,12 +184,13 @@ def _attending(
 
 
 def _beside(
-    problem: AttentionProblem, q: torch.Tensor, parts: int, known: _OfClass
+    problem: AttentionProblem, q: torch.Tensor, parts: int, merging: tuple[int, int, bool] | None, known: _OfClass
 ) -> tuple[Allocate, Callable[[], partials.Workspace], launch.Launcher | None] | None:
-    """Makes and keeps an entry of `known.beside`; None if the merge is not compiled for it yet."""
+    """Makes and keeps an entry of `known.beside`; None if the merge is not compiled for it yet. `merging` is what
+    `partials.loads` returns for these parts."""
     merge = None
-    if known.merge is not None:
-        merge = known.merge.launcher(partials.merge_grid(problem, parts), partials.merge_scalars(problem, parts))
+    if known.merge is not None and merging is not None:
+        merge = known.merge.launcher(partials.merge_grid(problem, merging[1]), partials.merge_scalars(problem, parts))
         if merge is None:
             return None
     if len(known.beside) >= MAX_KNOWN:
