@@ -172,6 +172,8 @@ def test_the_default_of_latents_is_of_latents_alone() -> None:
     for rows, call in ((16, DECODE), (64, replace(DECODE, seqlen_q=2)), (64, replace(DECODE, num_heads_q=17))):
         default = choice.configs(call, H200)[0]
         assert default.by_map and default.block_m == rows
+    many = [choice.configs(replace(DECODE, batch=n, seqlen_k=4096), H200)[0].num_splits for n in (128, 150, 256)]
+    assert many == [2, 3, 1]
     short = replace(DECODE, batch=16, seqlen_k=4096)
     apart = large_head_dim._by_pointers(short, H200, choice.configs(short, H200)[0])
     assert not apart.by_map and apart.num_splits == 16

@@ -249,9 +249,14 @@ def splits_of_few_rows(problem: AttentionProblem, gpu: Gpu) -> int:
     us with 8 splits and 32.6 with 16, 8 x 4,096 20.0 with 16 and 25.5 with 33, 1 x 65,536 40 with 132 and 63 with 264,
     1 x 16,384 19.3 with 64 and 24.9 with 128; 16 x 65,536 291 with 16 and 318 with 8, 64 x 4,096 86.6 with 4 and 92.2
     with 2 (H200, 576/512).
+
+    With more sequences than multiprocessors, rounds of blocks decide: 150 x 4,096 take 180 us with 3 splits and 226
+    with 1; other numbers of sequences were not measured.
     """
     others = sequences(problem)
     sms = gpu.assumed_sms
+    if others > sms:
+        return fewest_rounds(others, problem.seqlen_k, KEYS, BLOCKS_OF_SM * sms)
     tiles = _tiles(problem)
     shares = BLOCKS_OF_SM * sms // others
     if shares > FEW_PARTS and tiles < SHORT * shares:
