@@ -278,14 +278,14 @@ def _of_latents(lines: Sequence[str]) -> Iterator[Point]:
 
 
 def _of_latents_of_many_rows(path: Path) -> Iterator[Point]:
-    """Reads what `benchmarks.decode_large_heads` timed of the launch for latents with blocks of 64 rows: by its number
-    of splits, in CUDA graphs over sets of inputs in turn."""
+    """Reads the times of `benchmarks.decode_large_heads` for the launch for latents with blocks of 64 rows, each with
+    its number of splits. They are of CUDA graphs over sets of inputs in turn."""
     for line in path.read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
-        kind = decode_large_heads.Point(*(found[name] for name in decode_large_heads.Point._fields))
-        if kind.rows <= 16:
+        call = decode_large_heads.Point(*(found[name] for name in decode_large_heads.Point._fields))
+        if call.rows <= 16:
             continue
-        problem = kind.problem
+        problem = call.problem
         config = large_head_dim.configs(problem, replace(Gpu.for_arch("sm_90"), num_sms=132))[0]
         times = {found["num_splits"]: found["us"]}
         times |= {int(name[1:]): us for name, us in found["us_beside"].items() if name.startswith("x")}

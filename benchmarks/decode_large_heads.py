@@ -2,14 +2,14 @@
 
     python -m benchmarks.decode_large_heads [--rounds 9] [--only TEXT] [--seconds 60] [--beside] [--out RECORD.jsonl]
 
-bfloat16: head_dim 512 on 4 kv heads, and head_dim 576 on one latent cache whose first 512 columns are the values; one
-query of 16 heads, and latents with up to 16 queries of 16 to 128 heads, which have a causal mask; contiguous, and in
-shuffled pages of 64 and 16 tokens. Each result is first compared with the float64 oracle. Times are of CUDA graphs of
-eight calls or more, because a replay itself costs some microseconds; the calls use enough sets of inputs in turn to
-keep L2 cold. It prints TB/s of keys and values read once, as a share of the card's data sheet and of the rate at which
-`torch.sum` reads a GiB between the rounds, and whether the share is 85 % from batch 16 on, with one query. With
-`--beside` it also times, in turn with the call, the config for a v that is not part of k, and half and twice as many
-splits of the keys.
+All calls are in bfloat16, contiguous or in shuffled pages of 64 and 16 tokens. K and V have head_dim 512 and 4 kv
+heads, or are a latent cache of 576 columns, of which the first 512 are V. Calls have one query of 16 heads; those on
+latents also have up to 128 heads, or up to 16 queries with a causal mask. Each result is first compared with the
+float64 oracle. Times are of CUDA graphs of eight calls or more, because a replay itself costs some microseconds; the
+calls use enough sets of inputs in turn to keep L2 cold. It prints TB/s of keys and values read once, as a share of the
+card's data sheet and of the rate at which `torch.sum` reads a GiB between the rounds. From batch 16 on it prints
+whether calls of 16 heads and one query reach 85 % of the data sheet. With `--beside` it also times, in turn with the
+call, the config for a v that is not part of k, and half and twice as many splits of the keys.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Point(NamedTuple):
         head_dim, head_dim_v, heads = self.dims
         what = f"{head_dim}/{head_dim_v}, one tensor" if self.latent else f"{head_dim} on {heads}"
         if self.rows > 16:
-            what += f", {self.queries} of {self.heads} heads"
+            what += f", {self.queries} queries of {self.heads} heads"
         return f"{what}, {self.batch} x {self.cached}" + (f", pages of {self.page_size}" if self.page_size else "")
 
     @property

@@ -87,7 +87,7 @@ def test_a_copy_is_one_pool_too(copied: Any) -> None:
     cache.append([row], random(1, 3, 1, HEAD_DIM))
     other = copied(cache)
     assert is_part(other.v, other.k) and not is_part(other.v, cache.k)
-    assert torch.equal(other.k[other.pages(row)], cache.k[cache.pages(row)])
+    assert torch.equal(other.k[other.pages(row)][0, :3], cache.k[cache.pages(row)][0, :3])
 
 
 def test_what_no_such_cache_can_be() -> None:
@@ -106,6 +106,19 @@ def test_what_no_such_cache_can_be() -> None:
             num_pages=1, page_size=4, num_heads_kv=1, head_dim=24, v_in_k=1, max_batch=1, max_seqlen=4,  # type: ignore[arg-type]
             device="cpu",
         )  # fmt: skip
+
+
+def test_values_that_are_not_in_the_keys_are_refused() -> None:
+    """They would be written over the keys."""
+    cache = make()
+    row, q, k = cache.add(), random(1, 3, HEADS, HEAD_DIM), random(1, 3, 1, HEAD_DIM)
+    for v in (k[..., :HEAD_DIM_V].clone(), k[..., -HEAD_DIM_V:]):
+        with pytest.raises(InvalidInput, match=r"omit v_new, or pass k_new\[..., :16\]"):
+            attention_with_kv_cache(q, cache, rows=[row], k_new=k, v_new=v, causal=True)
+        with pytest.raises(InvalidInput, match="v_new is not the first columns"):
+            cache.append([row], k, v)
+    assert cache.lengths == {row: 0}
+    cache.append([row], k, k[..., :HEAD_DIM_V])
 
 
 def test_other_caches_need_values() -> None:

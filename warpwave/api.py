@@ -319,8 +319,8 @@ def attention_with_kv_cache(
         k_new: keys of new tokens, (batch, seqlen_new, num_heads_kv, head_dim), packed if q is, in a dtype that q could
             have. There are as many as queries if they are packed or rotated. Otherwise there may be more, for example
             a prompt of which only the last query is needed, or fewer.
-        v_new: their values, (batch, seqlen_new, num_heads_kv, head_dim_v). If the cache's v is part of its k, None: the
-            first columns of k_new.
+        v_new: their values, (batch, seqlen_new, num_heads_kv, head_dim_v). None if v is the first columns of k, as in a
+            latent cache: the values are then the first columns of k_new.
         rotary: rotates q, and k_new if given, to the tokens' positions. Its table must reach the longest sequence: a
             shorter one is an error if the host knows the lengths, and otherwise with `checked`; unchecked, positions
             past the table use its last angle. If v is the first columns of k, rotated k_new is an error.

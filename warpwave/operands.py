@@ -106,6 +106,6 @@ def differentiable(operands: AnyOperands) -> tuple[Any, ...]:
 
 
 def is_part(v: Any, k: Any) -> bool:
-    """Returns whether v is the first columns of k, as in a latent cache. The tensors may be without memory."""
+    """Returns whether v is the first columns of k, as in a latent cache, also for tensors without memory."""
     same = v.untyped_storage()._cdata == k.untyped_storage()._cdata and v.storage_offset() == k.storage_offset()
     return same and v.stride() == k.stride() and v.shape[-1] <= k.shape[-1] and v.dtype == k.dtype

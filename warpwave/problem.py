@@ -153,7 +153,7 @@ class AttentionProblem:
         dtype_kv: of K and V in a paged cache of 8-bit numbers, `"float8_e4m3fn"` or `"int8"`; None: `dtype`.
         kv_factors: what shares a factor of such a cache: `"head"`, or `"token"` for each head of each token.
         v_in_k: whether v is the first head_dim_v columns of k, as in a latent cache, so that memory holds them once.
-            A call states it if the widths are a latent's; kernels look at the tensors of each call.
+            It is set for calls whose tensors are so, if `looks_latent`; kernels compare the tensors of each call.
     """
 
     batch: int

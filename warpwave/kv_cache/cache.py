@@ -63,7 +63,7 @@ class PagedKVCache:
         num_heads_kv, head_dim: heads and head size of K; V has the same heads.
         head_dim_v: head size of V; head_dim if None.
         v_in_k: whether V is the first head_dim_v columns of K, as in a latent cache (MLA): one pool stores both, and
-            new tokens need no `v_new`. Not for 8-bit caches.
+            `v_new` is omitted. 8-bit caches do not support it.
         num_layers: layers that share the tables; each has its own pools.
         max_batch: rows of the page table.
         max_seqlen: tokens of the longest sequence; the table has `ceil(max_seqlen / page_size)` columns.
@@ -423,7 +423,7 @@ class PagedKVCache:
             rows: rows of the sequences.
             k_new: (len(rows), seqlen, num_heads_kv, head_dim), or packed (total, num_heads_kv, head_dim). Gradients are
                 not propagated: the cache stores only the values.
-            v_new: the same for V; of a latent cache, None for the first columns of k_new.
+            v_new: the same for V. None if the cache is latent: the values are then the first columns of k_new.
             cu_seqlens: int32 (len(rows) + 1,), the offsets of `counts` on the device. Only its shape and dtype are
                 checked: `counts` decides which tokens go to which row.
             counts: new tokens of each sequence, if they are packed.

@@ -142,7 +142,7 @@ def check_offsets_tensor(offsets: Any, batch: int) -> None:
 
 
 def values_in(layer: CacheLayer, k_new: torch.Tensor) -> torch.Tensor | None:
-    """Returns the values of new tokens that are part of their keys, as in a latent cache; None if the cache is none."""
+    """Returns the values of new tokens of a latent cache, the first columns of their keys; None for any other cache."""
     return k_new[..., : layer.v.shape[-1]] if k_new.dim() and is_part(layer.v, layer.k) else None
 
 
@@ -197,9 +197,16 @@ def new_tokens(
         bind_axes("rows", rows, "batch", axes)
     if cu_seqlens is not None:
         check_offsets_tensor(cu_seqlens, len(cu_seqlens) - 1 if rows is None else len(rows))
+    is_latent = layer.k.data_ptr() == layer.v.data_ptr() != 0  # 0 without memory
+    if is_latent and k_new is not None and not is_part(v_new, k_new):
+        width = layer.v.shape[-1]
+        raise InvalidInput(
+            f"v_new is not the first columns of k_new, and a latent cache stores both once; omit v_new, or pass "
+            f"k_new[..., :{width}]"
+        )
     if rotary is not None:
         _check_rotary(rotary, layer)
-        if k_new is not None and layer.k.data_ptr() == layer.v.data_ptr() != 0:  # 0 without memory
+        if k_new is not None and is_latent:
             raise InvalidInput(
                 "rotary rotates the first columns of k_new, and in a latent cache these are its v; rotate the columns "
                 "after those of v, of q and of k_new, before the call"

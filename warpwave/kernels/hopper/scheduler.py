@@ -333,8 +333,8 @@ def paged_tile(s, offsets, pages: Pages, t, BLOCK_M: gl.constexpr):
 
 @jit
 def owner_of(s, cu_seqlens_q_ptr, slot, BLOCK_M: gl.constexpr, SPARE: gl.constexpr, rows=1, WARPS: gl.constexpr = 1):
-    """Returns the last sequence whose slots begin at `slot` or before: sequence b's at `cu_seqlens_q[b] * rows //
-    BLOCK_M + SPARE * b`, if a token has so many rows. WARPS warps execute this."""
+    """Returns the last sequence whose slots begin at `slot` or before. The slots of sequence b begin at
+    `cu_seqlens_q[b] * rows // BLOCK_M + SPARE * b`; each query has `rows` rows. WARPS warps execute this."""
     lanes = gl.arange(0, 128, gl.BlockedLayout([4 // WARPS], [32], [WARPS], [0]))
     before = gl.to_tensor(0)
     for first in range(0, s.batch, 128):

@@ -19,7 +19,7 @@ from warpwave.kernels.large_head_dim.config import (
     registers,
     row_tiles,
 )
-from warpwave.kernels.large_head_dim.splits import fewest_rounds
+from warpwave.kernels.large_head_dim.splits import splits_by_rounds
 from warpwave.kernels.rules import NOT_MEASURED, Rule
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
@@ -321,4 +321,4 @@ def _num_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns the number of splits for blocks that read by pointers."""
     blocks = row_tiles(problem, config) * config.v_parts * latent.sequences(problem)
     places = 2 if gpu.vendor == "interpreter" else gpu.assumed_sms * _blocks_of_sm(problem, gpu, config)
-    return fewest_rounds(blocks, problem.seqlen_k, config.block_n, places)
+    return splits_by_rounds(blocks, problem.seqlen_k, config.block_n, places)

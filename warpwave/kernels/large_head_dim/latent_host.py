@@ -16,7 +16,7 @@ from warpwave.kernels import partials, reasons
 from warpwave.kernels.arguments import band_constants, window
 from warpwave.kernels.large_head_dim.latent_device import latent_decode_kernel
 from warpwave.kernels.large_head_dim.latent_rows_device import latent_rows_kernel
-from warpwave.kernels.large_head_dim.splits import fewest_rounds
+from warpwave.kernels.large_head_dim.splits import splits_by_rounds
 from warpwave.operands import CachedOperands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
@@ -28,7 +28,7 @@ MOST_STAGES = 16  # boxes in the ring of a block of few rows
 MOST_TILES = 4  # tiles of keys in the ring of a block of many rows
 MOST_WIDTH = 128  # columns of a piece
 MOST_COLUMNS = 512  # of v in a block of many rows: 128 registers a thread of two warpgroups
-BLOCKS_OF_SM = 2  # of few rows
+BLOCKS_OF_SM = 2  # blocks of few rows that share a multiprocessor
 Takes = Sequence[launch.Take] | None
 # Positions of the pointers among large_head_dim's arguments (q, k, v, out, lse, acc, state, the operands after v).
 POINTERS = (3, 4, 5, 6)
@@ -37,7 +37,7 @@ OTHERS = tuple(CachedOperands._fields.index(name) + 4 for name in ("sinks", "pag
 
 
 def cannot(problem: AttentionProblem, gpu: Gpu, rows: int) -> list[str]:
-    """Returns why the launch with blocks of so many rows cannot compute a problem on this GPU, whatever its v is."""
+    """Returns why the launch with blocks of `rows` rows cannot compute a problem on this GPU, if v is part of k."""
     beside = problem.head_dim - problem.head_dim_v
     others = {
         f"a GPU of {gpu.arch}": gpu.capability != 90,
@@ -118,7 +118,8 @@ def takes(problem: AttentionProblem, gpu: Gpu, operands: Any, rows: int) -> bool
 
 
 def is_one_tensor(operands: Any) -> bool:
-    """Returns whether v is the first columns of k, as in a latent cache."""
+    """Returns whether v is the first columns of k, as in a latent cache. Every call needs this. Comparing addresses is
+    faster than `operands.is_part`, which also serves tensors without memory."""
     k, v = operands.k, operands.v
     return bool(
         k.device.type != "meta"
@@ -233,11 +234,11 @@ def _tiles(problem: AttentionProblem) -> int:
 
 
 def num_splits(problem: AttentionProblem, gpu: Gpu, rows: int) -> int:
-    """Returns the number of splits of the keys for the launch with blocks of so many rows."""
+    """Returns the number of splits of the keys for the launch with blocks of `rows` rows."""
     if rows == FEW:
         return splits_of_few_rows(problem, gpu)
     blocks = tiles_of_rows(replace(problem, batch=sequences(problem)), MANY)
-    return fewest_rounds(blocks, problem.seqlen_k, KEYS, gpu.assumed_sms)
+    return splits_by_rounds(blocks, problem.seqlen_k, KEYS, gpu.assumed_sms)
 
 
 def splits_of_few_rows(problem: AttentionProblem, gpu: Gpu) -> int:
@@ -256,7 +257,7 @@ def splits_of_few_rows(problem: AttentionProblem, gpu: Gpu) -> int:
     others = sequences(problem)
     sms = gpu.assumed_sms
     if others > sms:
-        return fewest_rounds(others, problem.seqlen_k, KEYS, BLOCKS_OF_SM * sms)
+        return splits_by_rounds(others, problem.seqlen_k, KEYS, BLOCKS_OF_SM * sms)
     tiles = _tiles(problem)
     shares = BLOCKS_OF_SM * sms // others
     if shares > FEW_PARTS and tiles < SHORT * shares:

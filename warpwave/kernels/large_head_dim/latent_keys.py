@@ -1,4 +1,5 @@
-"""What both launches for latent caches on Hopper share: the keys of a program, and the warp that loads them and q.
+"""Device functions of both launches for latent caches on Hopper: the keys of a program, and the warp that loads them
+and q.
 
 A program owns one split of a sequence's keys, and loads them 64 at a time in pieces, 64 keys x 64 or more columns. TMA
 copies boxes of 64 columns, so a wide piece is several boxes. If pages are shorter than 64 tokens, a box is several
@@ -49,7 +50,7 @@ class Share:
 @jit
 def keys_seen(first_query, last_query, seqlen_q, length, window: Window):
     """Returns begin and end of the keys that some of these queries see (`primitives.visible_keys`); the queries may be
-    tensors of one element a row."""
+    tensors with one element per row."""
     low = length - seqlen_q - window.left
     high = length - seqlen_q + window.right
     if window.TOP_LEFT:

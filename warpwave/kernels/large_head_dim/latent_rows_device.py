@@ -19,11 +19,11 @@ so that they share reads of L2.
     p_empty      a message was read                  2: both of values            scores
 
 A message is the probabilities of a tile of keys with the factor of the previous sums, or, at last, the factor that
-normalizes them. A stage of the ring always holds the same columns, so each of its uses has the same readers: none can
-wait for a use while the one before is missing, which a parity would not tell apart.
+normalizes them. A stage of the ring always holds the same columns, so each of its uses has the same readers. No
+reader can therefore be a whole use behind, which the parity of a barrier could not distinguish.
 
-At an edge, warpgroups of values zero the keys that no row sees, while the scores' one may read them: those scores are
-masked whatever they are.
+At an edge, the warpgroups of values zero the keys that no row sees. The warpgroup of scores may read these keys at the
+same time, because it masks their scores.
 
 Latent caches are DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1; splits of keys Dao et al., "Flash-Decoding" (2023).
 
@@ -154,7 +154,7 @@ def scores(
     q_full, ring, rest, p_tile, factors, p_full, p_empty, tile, share, PIECES: gl.constexpr, SPLIT: gl.constexpr,
     HAS_SINKS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Computes scores and softmax, and what becomes of a row beside its output."""
+    """Computes scores and softmax, and stores the log-sum-exp or the state of a split."""
     layout: gl.constexpr = accumulator_layout(KEYS)
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     rows = tile.row_first + gl.arange(0, ROWS, by_row)

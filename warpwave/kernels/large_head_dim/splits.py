@@ -1,17 +1,15 @@
-"""The number of splits of the keys of `large_head_dim`'s launches, from the rounds in which blocks run."""
+"""The number of splits of the keys of `large_head_dim`'s launches, by the rounds in which blocks run."""
 
 from __future__ import annotations
 
 MOST_ROUNDS = 8  # more rounds only add starts
-# Keys whose tiles take as long as the start of a block (it loads q and stores its result), and as a partial result (it
-# is stored, read and merged). With these, the choice among the measured numbers of splits of 12 calls takes 1.004 times
-# as long as the best of them, at most 1.03 (blocks of 64 rows on a latent cache, 576/512, an H200). Blocks that read by
-# pointers follow the same rounds: 40 sequences on 4 kv heads of 512 take 615 us with three splits, 785 with one and 847
-# with two, where 264 blocks run at once.
+# The time of starting a block, which loads q and stores its result, and the time of storing, reading and merging a
+# partial result, as numbers of keys that take equally long. They were fitted to blocks of 64 rows on a latent cache
+# (576/512, an H200); docs/notes/large_head_dim.md has the figures, also of blocks that read by pointers.
 KEYS_OF_START, KEYS_OF_PART = 256, 96
 
 
-def fewest_rounds(blocks: int, seqlen_k: int, block_n: int, places: int) -> int:
+def splits_by_rounds(blocks: int, seqlen_k: int, block_n: int, places: int) -> int:
     """Returns the number of splits with the shortest estimated time; each split has at least two tiles of keys.
 
     Args:

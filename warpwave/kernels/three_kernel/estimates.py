@@ -24,8 +24,8 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem
 US_A_COLUMN_HOPPER, US_A_COLUMN_TORCH, US_A_PRODUCT = 0.0122, 0.0175, 4.0
 BYTES_A_US, FUSED_FLOPS_A_US = 4.5e6, 1.65e8
 SHARED = 2.0  # factor of the time if query heads share kv heads: their products are narrow
-# The estimates were fitted from 16 queries on. With 4 queries of 64 heads on one kv head and 32,768 keys, three_kernel
-# takes 748 us and large_head_dim 123: torch's product of so few rows leaves most of a GPU idle.
+# The estimates were fitted from 16 queries on. With fewer they can be far too low, because torch's product of few rows
+# leaves most of a GPU idle (docs/notes/large_head_dim.md).
 FEWEST_QUERIES = 16
 HOST_US = 52.0  # host time to call torch's products, without the 8
 
