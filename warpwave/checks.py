@@ -147,6 +147,7 @@ def _fields_of_all_calls(
     scale, window = resolve_scale(options.softmax_scale, size["head_dim"]), (options.window_left, options.window_right)
     dropout.check_probability(options.dropout_p)
     _check_scalars(scale, options.softcap, window)
+    # `looks_latent`, before there is a problem: other calls need not compare storages.
     may_be_latent = size["num_heads_kv"] == 1 and size["head_dim_v"] < size["head_dim"]
     return {
         **{name: size[name] for name in ("batch", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")},

@@ -94,6 +94,13 @@ def barriers(COUNT: gl.constexpr):
 
 
 @jit
+def init_barriers(allocated, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Initializes COUNT barriers, of ARRIVALS each."""
+    for i in gl.static_range(COUNT):
+        mbarrier.init(allocated.index(i), count=ARRIVALS)
+
+
+@jit
 def present(first, second, third):
     """Returns the pieces that are present."""
     if first is None:

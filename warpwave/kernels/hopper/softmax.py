@@ -431,7 +431,7 @@ def softmax_of_columns(x, m_i, l_i):
 
 
 @jit
-def columns_with_sink(sink, m_i, l_i):
+def state_with_sink(sink, m_i, l_i):
     """Returns (factor, m_i, l_i) of a state after adding one key whose score is the sink and whose value is zero."""
     m_new = gl.maximum(m_i, sink)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)

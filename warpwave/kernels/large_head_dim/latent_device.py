@@ -23,8 +23,8 @@ cores do in that time. Shared memory is written once and read twice, half of its
 
 from warpwave.kernels.groups import Pages, Partials, Window
 from warpwave.kernels.hopper.large_head_dim.roles import Chunks, chunk, hand_back
-from warpwave.kernels.hopper.parts import LN_2, LOG2_E, accumulator_layout, matrix, wait_full
-from warpwave.kernels.hopper.softmax import columns_with_sink, softmax_of_columns
+from warpwave.kernels.hopper.parts import LOG2_E, accumulator_layout, barriers, init_barriers, matrix, wait_full
+from warpwave.kernels.hopper.softmax import natural_lse, softmax_of_columns, state_with_sink
 from warpwave.kernels.large_head_dim.latent_keys import (
     BOX,
     KEYS,
@@ -133,11 +133,10 @@ def consumer(
         factor = gl.full([HEADS], 1.0, gl.float32, by_head)
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
-            factor, m_i, l_row = columns_with_sink(sink, m_i, l_row)
+            factor, m_i, l_row = state_with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if WRITE_LSE:
-            lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
-            gl.store(lse_ptr + of_row, lse, mask=inside)
+            gl.store(lse_ptr + of_row, natural_lse(m_i, l_row), mask=inside)
         to = out_ptr + of_row * HEAD_DIM_V
     for i in gl.static_range(V_BOXES):
         there = inside[None, :] & (i * BOX + columns < HEAD_DIM_V)[:, None]
@@ -179,13 +178,12 @@ def latent_decode_kernel(
     boxes = gl.allocate_shared_memory(k_map.dtype, [STAGES, KEYS, BOX], box_layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     p_tile = gl.allocate_shared_memory(k_map.dtype, [KEYS, HEADS], p_layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    q_full = barriers(1)
+    full = barriers(STAGES)
+    empty = barriers(STAGES)
+    init_barriers(q_full, 1, 1)
+    init_barriers(full, STAGES, 1)
+    init_barriers(empty, STAGES, 1)
     fence_async_shared()
     ring = Chunks(boxes, full, empty, STAGES)
     meet_neighbors(128)

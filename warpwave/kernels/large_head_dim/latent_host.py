@@ -252,7 +252,7 @@ def splits_of_few_rows(problem: AttentionProblem, gpu: Gpu) -> int:
     with 2 (H200, 576/512).
 
     With more sequences than multiprocessors, rounds of blocks decide: 150 x 4,096 take 180 us with 3 splits and 226
-    with 1; other numbers of sequences were not measured.
+    with 1, 200 x 4,096 249 us with 1, which it chooses, and 240 with 2 (2026-11-29-h200-latents-tried.log).
     """
     others = sequences(problem)
     sms = gpu.assumed_sms

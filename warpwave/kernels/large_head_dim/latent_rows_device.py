@@ -20,7 +20,7 @@ so that they share reads of L2.
 
 A message is the probabilities of a tile of keys with the factor of the previous sums, or, at last, the factor that
 normalizes them. A stage of the ring always holds the same columns, so each of its uses has the same readers. No
-reader can therefore be a whole use behind, which the parity of a barrier could not distinguish.
+reader can therefore wait for a use while the previous one is missing; the parity of a barrier would not show this.
 
 At an edge, the warpgroups of values zero the keys that no row sees. The warpgroup of scores may read these keys at the
 same time, because it masks their scores.
@@ -38,8 +38,17 @@ from typing import NamedTuple
 from warpwave.kernels.groups import Pages, Partials, Window
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.large_head_dim.roles import Chunks, hand_back, rescaled
-from warpwave.kernels.hopper.parts import LN_2, LOG2_E, ROWS, accumulator_layout, like, matrix, wait_full
-from warpwave.kernels.hopper.softmax import columns_with_sink, partial_sums, softmax_of_rows
+from warpwave.kernels.hopper.parts import (
+    LOG2_E,
+    ROWS,
+    accumulator_layout,
+    barriers,
+    init_barriers,
+    like,
+    matrix,
+    wait_full,
+)
+from warpwave.kernels.hopper.softmax import natural_lse, partial_sums, softmax_of_rows, state_with_sink
 from warpwave.kernels.large_head_dim.latent_keys import (
     BOX,
     KEYS,
@@ -198,15 +207,14 @@ def scores(
         head = rows % num_heads
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + head, mask=inside, other=0.0) * LOG2_E
-            factor, m_i, l_row = columns_with_sink(sink, m_i, l_row)
+            factor, m_i, l_row = state_with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if WRITE_LSE:
-            lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
             if sequences.IS_VARLEN:
                 at = head.to(gl.int64) * sequences.total_q + tile.q_begin
             else:
                 at = (tile.batch * num_heads + head).to(gl.int64) * tile.seqlen_q
-            gl.store(lse_ptr + at + query, lse, mask=inside)
+            gl.store(lse_ptr + at + query, natural_lse(m_i, l_row), mask=inside)
     mbarrier.wait(p_empty.index(0), (step & 1) ^ 1)
     factors.store(factor)
     mbarrier.arrive(p_full.index(0), count=1)
@@ -266,13 +274,6 @@ def values(
         gl.store(to[:, None] + column[None, :], x.to(to.dtype.element_ty), mask=inside)
 
 
-@jit
-def init_all(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initializes COUNT barriers of ARRIVALS each."""
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-
-
 @jit(do_not_specialize=["seqlen_k", "num_heads", "rows_heads"])
 def latent_rows_kernel(
     q_map,
@@ -309,20 +310,20 @@ def latent_rows_kernel(
     beside = gl.allocate_shared_memory(k_map.dtype, [TILES, KEYS, BOX], tile_layout)
     p_tile = gl.allocate_shared_memory(k_map.dtype, [ROWS, KEYS], tile_layout)
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    p_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    p_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [TILES * PIECES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [TILES * PIECES, 1], mbarrier.MBarrierLayout())
-    rest_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    rest_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    init_all(q_full, 1, 1)
-    init_all(p_full, 1, 1)
-    init_all(p_empty, 1, 2)
-    init_all(full, TILES * PIECES, 1)
-    init_all(empty, TILES * PIECES, 2)
-    init_all(rest_full, TILES, 1)
-    init_all(rest_empty, TILES, 1)
+    q_full = barriers(1)
+    p_full = barriers(1)
+    p_empty = barriers(1)
+    full = barriers(TILES * PIECES)
+    empty = barriers(TILES * PIECES)
+    rest_full = barriers(TILES)
+    rest_empty = barriers(TILES)
+    init_barriers(q_full, 1, 1)
+    init_barriers(p_full, 1, 1)
+    init_barriers(p_empty, 1, 2)
+    init_barriers(full, TILES * PIECES, 1)
+    init_barriers(empty, TILES * PIECES, 2)
+    init_barriers(rest_full, TILES, 1)
+    init_barriers(rest_empty, TILES, 1)
     fence_async_shared()
     ring = Chunks(pieces, full, empty, TILES * PIECES)
     rest = Chunks(beside, rest_full, rest_empty, TILES)

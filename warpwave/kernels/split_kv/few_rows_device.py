@@ -25,7 +25,6 @@ from typing import NamedTuple
 from warpwave.kernels.groups import AnyTokens, Pages, Partials, Window
 from warpwave.kernels.hopper.pages import length_of, table_row_of
 from warpwave.kernels.hopper.parts import (
-    LN_2,
     LOG2_E,
     accumulator_layout,
     arrive_alone,
@@ -35,7 +34,7 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
 )
 from warpwave.kernels.hopper.rows import row_vectors, zero_rows_outside
-from warpwave.kernels.hopper.softmax import columns_with_sink, softmax_of_columns
+from warpwave.kernels.hopper.softmax import natural_lse, softmax_of_columns, state_with_sink
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
     block_barrier,
@@ -364,12 +363,11 @@ def consumer(
     else:
         if options.HAS_SINKS:
             sink = gl.load(sinks_ptr + heads, mask=inside, other=0.0) * LOG2_E
-            factor, m_i, l_row = columns_with_sink(sink, m_i, l_row)
+            factor, m_i, l_row = state_with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if options.WRITE_LSE:
-            lse = gl.where(l_row == 0.0, float("-inf"), (m_i + gl.log2(l_row)) * LN_2)
             at = (call.batch.to(gl.int64) * num_heads + heads) * call.seqlen_q + queries
-            gl.store(lse_ptr + at, lse, mask=inside)
+            gl.store(lse_ptr + at, natural_lse(m_i, l_row), mask=inside)
         to = out_ptr + of_row * options.HEAD_DIM_V
     for j in gl.static_range(v_ring.boxes):
         there = inside[None, :] & (j * BOX + columns < options.HEAD_DIM_V)[:, None]

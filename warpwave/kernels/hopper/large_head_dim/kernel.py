@@ -36,12 +36,12 @@ from warpwave.kernels.hopper.large_head_dim.config import (
     v_chunks_of,
     v_stages_of,
 )
-from warpwave.kernels.hopper.parts import barriers
+from warpwave.kernels.hopper.parts import barriers, init_barriers
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.operands import Operands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch, tensor_maps
-from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier
+from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit
 
 NAME = "hopper/large_head_dim"
 NEEDS_GPU = True
@@ -53,17 +53,11 @@ MAX_HEAD_DIM_V = 2048
 
 
 @jit
-def _init(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-
-
-@jit
 def _ring(tensor_map, STAGES: gl.constexpr):
     chunks = gl.allocate_shared_memory(tensor_map.dtype, [STAGES] + tensor_map.block_type.shape, tensor_map.layout)
     ring = roles.Chunks(chunks, barriers(STAGES), barriers(STAGES), STAGES)
-    _init(ring.full, STAGES, 1)
-    _init(ring.empty, STAGES, 1)
+    init_barriers(ring.full, STAGES, 1)
+    init_barriers(ring.empty, STAGES, 1)
     return ring
 
 
@@ -119,12 +113,12 @@ def hopper_large_head_dim_kernel(
     q_empty = barriers(1)
     p_full = barriers(2)
     p_empty = barriers(2)
-    _init(box.full, 2, 1)
-    _init(box.empty, 2, 3)
-    _init(q_full, 1, 1)
-    _init(q_empty, 1, 1)
-    _init(p_full, 2, 1)
-    _init(p_empty, 2, 2)
+    init_barriers(box.full, 2, 1)
+    init_barriers(box.empty, 2, 3)
+    init_barriers(q_full, 1, 1)
+    init_barriers(q_empty, 1, 1)
+    init_barriers(p_full, 2, 1)
+    init_barriers(p_empty, 2, 2)
     fence_async_shared()
 
     head_dim_v = head_dim_v_8 * 8
