@@ -1,6 +1,6 @@
 """Times of gradients beside SDPA's backends, torch's varlen_attn and FlashAttention-4, paired in one process on a GPU.
 
-    python -m benchmarks.gradients OUT.json [--groups rows both drawn features biases steps] [--rounds 7] [--seed HASH]
+    python -m benchmarks.gradients OUT.json [--groups rows drawn models ...] [--rounds 7] [--seed HASH]
 
 Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     rows      backward alone: 64 / 128 / 256 x {16 x 1024, 4 x 4096, 1 x 16384} x full / causal
@@ -10,6 +10,7 @@ Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     drawn     backward of 40 shapes drawn from a commit's hash: grouped heads, odd lengths, head_dim 80 to 256, 192/128
     features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
     biases    backward with a bias for each score of a head, without and with its gradient
+    models    backward of calls of published models as they are trained, replayed from CUDA graphs
     steps     forward and backward of grouped heads; the host's time of a small step; peak memory
 
 Everything goes through the public calls and torch.autograd. Rounds are interleaved; a ratio is the median over rounds
@@ -54,7 +55,8 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """A call. `documents` are the lengths of packed sequences, in place of batch and seqlen."""
+    """A call. `documents` are the lengths of packed sequences, in place of batch and seqlen. `keys` are the keys of a
+    sequence, 0 for as many as queries. A `window` reaches both ways unless the call is causal."""
 
     head_dim: int
     batch: int
@@ -71,6 +73,7 @@ class Row:
     beside: str = ""
     precision: str = "default"
     documents: tuple[int, ...] = field(default=())
+    keys: int = 0
 
     @property
     def num_heads(self) -> tuple[int, int]:
@@ -88,6 +91,7 @@ class Row:
         """Returns what the row is called in a record."""
         dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
         shape = f"{len(self.documents)} documents" if self.documents else f"{self.batch} x {self.seqlen}"
+        shape += f" on {self.keys} keys" if self.keys else ""
         more = [f"window {self.window}"] if self.window >= 0 else []
         more += [f"softcap {self.softcap:g}"] if self.softcap else []
         more += [x for x in (self.beside, "" if self.dtype == "bfloat16" else self.dtype) if x]
@@ -97,15 +101,15 @@ class Row:
 
     def pairs(self) -> int:
         """Returns the visible pairs of a head, over all sequences; of a mask, all."""
+        if self.keys:
+            return self.batch * self.seqlen * self.keys
         lengths = self.documents or (self.seqlen,) * self.batch
         reach = self.window + 1 if self.window >= 0 else max(lengths)
         found = 0
         for n in lengths:
-            if self.causal:
-                short = min(n, reach)
-                found += short * (short + 1) // 2 + (n - short) * short
-            else:
-                found += n * n
+            short = min(n, reach)
+            one_way = short * (short + 1) // 2 + (n - short) * short  # keys up to the query itself
+            found += one_way if self.causal else 2 * one_way - n
         return found
 
     def flops(self) -> float:
@@ -131,8 +135,10 @@ def inputs(row: Row) -> Inputs:
     dtype = getattr(torch, row.dtype)
     lead = (sum(row.documents),) if row.documents else (row.batch, row.seqlen)
     heads, kv_heads = row.num_heads
-    widths = ((heads, row.head_dim), (kv_heads, row.head_dim), (kv_heads, row.dim_v), (heads, row.dim_v))
-    q, k, v, dout = (torch.randn(*lead, *width, device="cuda", dtype=dtype) for width in widths)
+    lead_kv = (row.batch, row.keys) if row.keys else lead
+    shapes = ((*lead, heads, row.head_dim), (*lead_kv, kv_heads, row.head_dim), (*lead_kv, kv_heads, row.dim_v),
+              (*lead, heads, row.dim_v))  # fmt: skip
+    q, k, v, dout = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in shapes)
     offsets = None
     if row.documents:
         ends = torch.tensor((0, *row.documents), device="cuda").cumsum(0)
@@ -224,6 +230,26 @@ def both(forward: Callable[[], torch.Tensor], given: Inputs) -> Step:
     return lambda: torch.autograd.grad(forward(), given.leaves, given.dout)
 
 
+def captured(forward: Callable[[], torch.Tensor], given: Inputs) -> Step:
+    """Returns a replay of the backward alone, so that short calls do not wait for the host."""
+    # The backward runs on the stream of its forward, so both take the stream of the capture.
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step = backward(forward, given)
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+
+    def replay(kept: Step = step) -> Any:  # the graph reads what `step` keeps of the forward
+        graph.replay()
+        return results
+
+    return replay
+
+
 # Timing ---------------------------------------------------------------------------------------------------------------
 
 
@@ -277,7 +303,7 @@ def measured(row: Row, made: Callable[..., Step], rounds: int) -> dict[str, Any]
     if of_peers:
         best = min(of_peers, key=lambda n: median[n])
         ratio = {n: statistics.median(b / t for b, t in zip(times[best], times[n], strict=True)) for n in OURS}
-    tflops = {n: row.flops() * (1.0 if made is backward else 1.4) / t / 1e9 for n, t in median.items()}
+    tflops = {n: row.flops() * (1.0 if made is not both else 1.4) / t / 1e9 for n, t in median.items()}
     shown = {n: round(x, 3) for n, x in ratio.items()}
     print(row.name, {n: round(x) for n, x in tflops.items()}, shown, flush=True)
     return {
@@ -359,6 +385,51 @@ def biases() -> list[Row]:
     return [Row(d, b, n, beside=kind) for d, b, n in shapes for kind in BIASES]
 
 
+def models() -> list[Row]:
+    """Returns calls of published models as they are trained."""
+    half = "float16"
+    return [
+        # Stable Diffusion XL, self-attention and cross-attention to 77 tokens of text; Stable Diffusion 3.5, FLUX.1.
+        *(Row(64, 4, n, heads=h, dtype=half, keys=keys) for n, h in ((4096, 10), (1024, 20)) for keys in (0, 77)),
+        Row(64, 2, 4429, heads=38),
+        Row(128, 1, 4608, heads=24),
+        # Wan 2.1: a short video, and cross-attention to text.
+        Row(128, 1, 16384, heads=40),
+        Row(128, 1, 16384, heads=40, keys=512),
+        # ViT-L, ViT-B, SigLIP, DiT-XL, SAM.
+        Row(64, 64, 257, heads=16),
+        Row(64, 128, 197, heads=12),
+        Row(72, 16, 729, heads=16),
+        Row(72, 64, 256, heads=16),
+        Row(80, 1, 4096, heads=16),
+        # Whisper large: encoder, decoder, cross-attention.
+        Row(64, 8, 1500, heads=20, dtype=half),
+        Row(64, 16, 448, True, heads=20, dtype=half),
+        Row(64, 16, 448, heads=20, dtype=half, keys=1500),
+        # BERT-large, BERT-base, ModernBERT, CLIP's text.
+        Row(64, 32, 512, heads=16, dtype=half),
+        Row(64, 64, 128, heads=12, dtype=half),
+        Row(64, 8, 8192, heads=12, window=64),
+        Row(64, 512, 77, True, heads=12, dtype=half),
+        # GPT-2, Llama 2 7B, Llama 3 8B, Qwen3 30B, Gemma 3 4B, Phi-3, gpt-oss, StarCoder, DeepSeek-V3.
+        Row(64, 16, 1024, True, heads=12),
+        Row(128, 4, 4096, True, heads=32),
+        Row(128, 1, 8192, True, heads=32, kv_heads=8),
+        Row(128, 2, 4096, True, heads=32, kv_heads=4),
+        Row(256, 1, 4096, True, heads=8, kv_heads=4),
+        Row(256, 1, 8192, True, heads=8, kv_heads=4, window=1023),
+        Row(96, 2, 4096, True, heads=32),
+        Row(64, 1, 4096, True, heads=64, kv_heads=8),
+        Row(64, 1, 4096, True, heads=64, kv_heads=8, window=127),
+        Row(128, 1, 8192, True, heads=48, kv_heads=1),
+        Row(192, 1, 4096, True, heads=16, head_dim_v=128),
+        # AnimateDiff over 16 frames, Swin's windows, AlphaFold's triangles.
+        Row(40, 8192, 16, heads=8, dtype=half),
+        Row(32, 2048, 49, heads=4, dtype=half, beside="trained bias"),
+        Row(32, 256, 256, heads=4, beside="trained bias"),
+    ]
+
+
 def whole_steps(rounds: int) -> list[dict[str, Any]]:
     """Returns forward and backward of grouped heads, the host's time of a small step, and peak memory."""
     found = []
@@ -396,7 +467,7 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    names = ("rows", "both", "between", "grouped", "drawn", "features", "biases", "steps")
+    names = ("rows", "both", "between", "grouped", "drawn", "features", "biases", "models", "steps")
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
@@ -411,12 +482,13 @@ def main() -> None:
         "drawn": drawn(seed),
         "features": features(),
         "biases": biases(),
+        "models": models(),
     }
     for name in asked.groups:
         if name == "steps":
             record[name] = whole_steps(asked.rounds)
         else:
-            made = both if name == "both" else backward
+            made = {"both": both, "models": captured}.get(name, backward)
             record[name] = []
             for row in groups[name]:
                 record[name].append(measured(row, made, asked.rounds))

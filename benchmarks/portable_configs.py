@@ -96,7 +96,7 @@ def jobs(arch: str, head_dims: Sequence[int], calls: Sequence[str], defaults: bo
     for head_dim in head_dims:
         for call in calls:
             problem = problem_of(head_dim, call)
-            default = host.default(problem, gpu)
+            default = flash_bwd.default(problem, gpu)
             assert default is not None
             splits = (True, False) if 128 < head_dim < 256 else (default.split_dkv,)
             found: dict[str, list[Any]] = {
@@ -163,7 +163,7 @@ def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Pr
         forward = (spec,) if isinstance(spec, launch.Launch) else spec
         return [partial(launch.bind(one), *one.tensors) for one in forward], (out, lse), out
     assert results is not None
-    outputs = host._allocator(problem, operands, OF_QKV, job.config)()
+    outputs = host._allocator(problem, gpu, operands, OF_QKV, job.config)()
     specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, job.config)
     bound = [launch.bind(spec) for spec in specs]
     calls: list[Callable[[], Any]] = [partial(run, *spec.tensors) for run, spec in zip(bound, specs, strict=True)]

@@ -11,6 +11,7 @@ import pytest
 from warpwave.gpu import Gpu
 from warpwave.kernels import eager, eager_backward_cost, flash_bwd
 from warpwave.kernels.cost import in_turn, launch_order_by_keys, walk_by_keys
+from warpwave.kernels.flash_bwd.config import parts_of_bias
 from warpwave.kernels.gradient_costs import of_keys, of_queries
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.three_kernel import gradients as three_kernel_gradients
@@ -195,6 +196,27 @@ def test_a_bias_is_read_by_every_launch_and_its_gradient_is_a_launch() -> None:
     of_bias = flash_bwd.cost_of_bias(bias, H200, config)
     assert of_bias.flops == 2 * bias.visible_pairs * 2 * 64, "S and dP"
     assert of_bias.write_bytes == cells
+    few = replace(PLAIN, seqlen_q=64, seqlen_k=64, bias_shape=(1, 4, 64, 64), bias_dtype="bfloat16")
+    of_few = flash_bwd.cost_of_bias(few, H200, config)
+    assert of_few.write_bytes == 4 * 64 * 64 * (2 + 2 * 4), "the gradient, and a sum of each batch item"
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "parts"),
+    [
+        (2048, (1, 4, 64, 64), 528 // (4 * 1 * 2)),
+        (2, (1, 4, 64, 64), 2),
+        (2048, (2048, 4, 64, 64), 1),
+        (16, (1, 1, 1, 512), 33),
+        (2, (1, 4, 8192, 8192), 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bias_of_few_tiles_is_divided(batch: int, shape: tuple[int, ...], parts: int) -> None:
+    """Four blocks for each of 132 SMs, unless there are fewer items, of batch and heads, to divide."""
+    problem = replace(PLAIN, batch=batch, bias_shape=shape, bias_dtype="bfloat16")
+    config = flash_bwd.Config(flash_bwd.Tile(64, 32, 4, 2), flash_bwd.Tile(32, 64, 4, 2))
+    assert parts_of_bias(problem, H200, config) == parts
 
 
 @pytest.mark.parametrize("module", [hopper_flash_bwd, flash_bwd, three_kernel_gradients, eager_backward_cost])

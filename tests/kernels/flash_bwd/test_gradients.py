@@ -18,7 +18,8 @@ from tests.conformance.test_poison import Guards
 from tests.conformance.test_probes import retrieval
 from tests.kernels.flash_bwd.calls import ALL, CASE, SMALL, differentiate, flash_forward, forward
 from warpwave.kernels import flash_bwd
-from warpwave.kernels.flash_bwd import Config, Tile
+from warpwave.kernels.flash_bwd import Config, Tile, host
+from warpwave.kernels.flash_bwd.config import OF_16, OF_32
 from warpwave.operands import Operands
 from warpwave.workbench.verify import reference
 
@@ -124,6 +125,30 @@ def test_bias_of_any_shape(shape: tuple[int, ...]) -> None:
     assert found.dbias is not None and found.dbias.shape == shape
     # A bias without an axis of keys changes no probability: its gradient cancels to 0, which has no scale.
     assert verdict.passed or shape[3] == 1, str(verdict)
+
+
+@pytest.mark.parametrize("parts", [1, 4, 10])
+def test_parts_of_a_gradient_of_a_bias_sum_all_batch_items_once(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    """Ten items: all in one part, parts of two and three, and of one."""
+    monkeypatch.setattr(host, "parts_of_bias", lambda *_: parts)
+    call = cases.build(replace(CASE, dtype="float16", lengths=(20, 40), batch=5, heads=(2, 1)), "normal", DEVICE)
+    bias = torch.randn(1, 1, 20, 40, generator=torch.Generator(DEVICE).manual_seed(5), device=DEVICE)
+    problem = replace(call.problem, bias_shape=(1, 1, 20, 40), bias_dtype="float32")
+    call = with_operands(call, bias=bias)._replace(problem=problem)
+    dout, _ = upstream(call)
+    expected = backward_references(problem, call.operands, dout, None)
+    found = differentiate(call, dout, None, (False, False, False, True, False, False))
+    verdict = judge_backward(problem, expected, found)
+    assert verdict.passed, str(verdict)
+    assert bits(found.dbias) == bits(differentiate(call, dout, None, (False, False, False, True, False, False)).dbias)
+
+
+@pytest.mark.parametrize("tile", [OF_16, OF_32], ids=str)
+@pytest.mark.parametrize("change", [{}, {"causal": "bottom_right"}, {"softcap": 15.0, "sinks": True}], ids=str)
+def test_sequences_in_one_tile(tile: Tile, change: dict[str, Any]) -> None:
+    lengths = (tile.block_m - 3, tile.block_n - 1)
+    case = replace(CASE, dtype="float16", lengths=lengths, batch=3, heads=(2, 1), **change)
+    check(case, "normal", Config(tile, tile))
 
 
 WANTED = [tuple(i == j for j in range(6)) for i in range(6)] + [

@@ -19,7 +19,7 @@ from warpwave.kernels.cost import (
     odd_rows,
     waits_for_memory,
 )
-from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, smem_in_use, smem_of_tile
+from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, parts_of_bias, smem_in_use, smem_of_tile
 from warpwave.kernels.gradient_costs import of_keys, of_queries, of_zeros
 from warpwave.problem import AttentionProblem
 
@@ -45,21 +45,25 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what the launch of a bias's gradient moves and computes: S and dP again, for each cell of the bias."""
+    """Returns what the launch of a bias's gradient moves and computes: S and dP again, for each cell of the bias. It
+    includes the addition of its parts."""
     assert problem.bias_shape is not None
     tile, widths = config.dq, total_widths(problem, gpu, config.dq.block_m)
     walk = of_queries(problem, tile.block_m, tile.block_n, widths)
     batch, heads, rows, keys = problem.bias_shape
     cells = batch * heads * rows * keys
-    blocks = batch * heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
-    flops = walk.repeated_flops
+    parts = parts_of_bias(problem, gpu, config)
+    blocks = parts * batch * heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
+    flops, sums = walk.repeated_flops, 4 * cells * parts if parts > 1 else 0
     return replace(
         _with_tile(walk, problem, gpu, tile, False),
         blocks=blocks,
         items=blocks,
         longest=0,
         flops=flops,
-        write_bytes=cells * bytes_per_score(problem),
+        read_bytes=walk.read_bytes + sums,
+        scratch_bytes=walk.scratch_bytes + sums,
+        write_bytes=cells * bytes_per_score(problem) + sums,
         first_bytes=walk.first_bytes + cells * bytes_per_score(problem),
     )
 

@@ -1,8 +1,9 @@
 """Device code of the launch that owns the bias: its gradient, the sum of dS over the axes along which the bias is
 broadcast.
 
-A block owns one tile of the bias. It walks the batch items, query heads, queries and keys that read the tile, in a
-fixed order, and computes S and dP again. That takes two more products and no atomics.
+A block owns one tile of the bias and a part of the batch items and query heads that read it. It walks these, their
+queries and keys in a fixed order, and computes S and dP again. That takes two more products and no atomics. If there
+are several parts, their sums in float32 are added after the launch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from warpwave.kernels.primitives import (
 from warpwave.runtime.triton_or_stub import jit, tl
 
 
-@jit(do_not_specialize=[*UNSPECIALIZED, "batch_size", "bias_batch", "bias_heads"])
+@jit(do_not_specialize=[*UNSPECIALIZED, "batch_size", "bias_batch", "bias_heads", "num_parts"])
 def flash_bwd_dbias_kernel(
     q_tensor: InUnits,
     k_tensor: InUnits,
@@ -40,6 +41,7 @@ def flash_bwd_dbias_kernel(
     bias_heads,
     num_heads_q,
     group_size,
+    num_parts,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
@@ -56,7 +58,7 @@ def flash_bwd_dbias_kernel(
     PER_KEY: tl.constexpr,
 ):
     """Computes the gradient of one tile of the bias, (bias_batch, bias_heads, 1 or seqlen_q, 1 or seqlen_k),
-    contiguous.
+    contiguous, or one of `num_parts` sums of it.
 
     PER_QUERY and PER_KEY state whether the bias has an axis of queries and of keys. Packed calls have no bias.
     """
@@ -75,7 +77,9 @@ def flash_bwd_dbias_kernel(
     pid = tl.program_id(0)
     tile_n = pid % num_tiles_n
     tile_m = pid // num_tiles_n % num_tiles_m
-    bias_item = pid // num_tiles_n // num_tiles_m  # of bias_batch * bias_heads
+    line = pid // num_tiles_n // num_tiles_m
+    bias_item = line % (bias_batch * bias_heads)
+    part = line // (bias_batch * bias_heads)
 
     # The batch items, heads, rows and keys that read the tile: from the first to the one before the end.
     head_begin = bias_item % bias_heads
@@ -105,11 +109,14 @@ def flash_bwd_dbias_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
-    for item in range((batch_end - batch_begin) * (head_end - head_begin)):
+    items = tl.cast((batch_end - batch_begin) * (head_end - head_begin), tl.int64)
+    item_begin = (items * part // num_parts).to(tl.int32)
+    item_end = (items * (part + 1) // num_parts).to(tl.int32)
+    for item in range(item_begin, item_end):
         batch = (batch_begin + item // (head_end - head_begin)).to(tl.int64)
         head = (head_begin + item % (head_end - head_begin)).to(tl.int64)
         kv_head = head // group_size
-        line = batch * statistics.stride_b + head * statistics.stride_h
+        of_head = batch * statistics.stride_b + head * statistics.stride_h
         q_pointers = q_tensor.ptr + (batch * q_tensor.stride_b + head * q_tensor.stride_h)
         q_pointers = pointers_of(q_pointers, first_rows, dims, q_tensor.stride_m, q_tensor.stride_d)
         dout_pointers = dout_tensor.ptr + (batch * dout_tensor.stride_b + head * dout_tensor.stride_h)
@@ -134,7 +141,9 @@ def flash_bwd_dbias_kernel(
             )  # of [BLOCK_M, BLOCK_DV]
             q = operands(q, PRECISION, IS_NVIDIA)
             dout = operands(dout, PRECISION, IS_NVIDIA)
-            lse_log2, delta = load_statistics(statistics.ptr + line + rows, rows, 0, seqlen_q, True)  # [BLOCK_M], each
+            lse_log2, delta = load_statistics(
+                statistics.ptr + of_head + rows, rows, 0, seqlen_q, True
+            )  # [BLOCK_M], each
             for key_tile in range(tl.maximum(first, own_key_begin), tl.minimum(key_end, own_key_end), BLOCK_N):
                 keys = key_tile + first_keys
                 tile_offset = tl.cast(key_tile, tl.int64)
@@ -164,7 +173,7 @@ def flash_bwd_dbias_kernel(
     # Tiles that share a cell of the bias lie in the same place of acc, or in a row or column of it.
     rows = tile_m * BLOCK_M + first_rows
     keys = tile_n * BLOCK_N + first_keys
-    lines = tl.cast(bias_item, tl.int64)
+    lines = tl.cast(line, tl.int64)
     if PER_QUERY and PER_KEY:
         offsets = (lines * seqlen_q + rows.to(tl.int64)[:, None]) * seqlen_k + keys[None, :]
         inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]

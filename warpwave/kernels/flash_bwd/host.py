@@ -39,7 +39,15 @@ from warpwave.kernels.arguments import (
     two_loops,
     window,
 )
-from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, default, smem_bytes, space
+from warpwave.kernels.flash_bwd.config import (
+    Config,
+    Tile,
+    arithmetic_of,
+    fitting,
+    parts_of_bias,
+    smem_bytes,
+    space,
+)
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
@@ -68,6 +76,7 @@ class Outputs(NamedTuple):
         statistics: log-sum-exp and delta of each row (`tiles.store_statistics`), int64, shaped as lse.
         of_slopes, of_sinks: the contribution of each tile of queries to a gradient, float32 (batch, num_heads_q,
             tiles).
+        of_bias: sums of parts of dbias, float32 (parts, *dbias.shape), if there are several.
     """
 
     dq: Any = None
@@ -77,6 +86,7 @@ class Outputs(NamedTuple):
     statistics: Any = None
     of_slopes: Any = None
     of_sinks: Any = None
+    of_bias: Any = None
 
 
 # Calls ----------------------------------------------------------------------------------------------------------------
@@ -98,7 +108,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
     if _is_empty(problem):
         return lambda operands, results, dout, dlse: _of_nothing(problem, operands, results[1], dlse, wanted)
     straight = straightener(operands, in_groups=True)
-    allocate = _allocator(problem, operands, wanted, config)
+    allocate = _allocator(problem, gpu, operands, wanted, config)
     bound: Bounded[tuple[Any, ...], list[launch.Launcher]] = Bounded(MAX_LAYOUTS)
 
     def run(operands: AnyOperands, results: Results, dout: torch.Tensor, dlse: torch.Tensor | None) -> Gradients:
@@ -154,7 +164,7 @@ def _of_nothing(
 
 
 def _allocator(
-    problem: AttentionProblem, operands: AnyOperands, wanted: Sequence[bool], config: Config
+    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], config: Config
 ) -> Callable[[], Outputs]:
     """Returns `allocate()`. Gradients of packed tokens begin as zeros: some may belong to no sequence."""
     device = operands.q.device
@@ -170,7 +180,12 @@ def _allocator(
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
     wanted_parts = [name for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want]
     of_rows = ((*rows[:-1], problem.num_heads_q, rows[-1]), torch.int64)
-    workspace = scratch.memory([of_rows, *[(of_heads, torch.float32) for _ in wanted_parts]], device)
+    needs = [of_rows, *[(of_heads, torch.float32) for _ in wanted_parts]]
+    if wanted[3] and (parts := parts_of_bias(problem, gpu, config)) > 1:
+        wanted_parts.append("of_bias")
+        needs.append(((parts, *operands.bias.shape), torch.float32))
+        makers[3] = None
+    workspace = scratch.memory(needs, device)
 
     def allocate() -> Outputs:
         gradients = [None if make is None else make() for make in makers]
@@ -180,14 +195,16 @@ def _allocator(
 
 
 def _gradients(operands: AnyOperands, outputs: Outputs, wanted: Sequence[bool]) -> Gradients:
-    dslopes = dsinks = None
+    dbias, dslopes, dsinks = outputs.dbias, None, None
     *_, wants_slopes, wants_sinks = wanted
+    if outputs.of_bias is not None:
+        dbias = outputs.of_bias.sum(0).to(operands.bias.dtype)
     if wants_slopes:
         of_slopes, slopes = outputs.of_slopes, operands.alibi_slopes
         dslopes = of_slopes.sum((0, 2) if slopes.dim() == 1 else 2).to(slopes.dtype)
     if wants_sinks:
         dsinks = outputs.of_sinks.sum((0, 2)).to(operands.sinks.dtype)
-    return (*outputs[:4], dslopes, dsinks)
+    return (*outputs[:3], dbias, dslopes, dsinks)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -209,7 +226,7 @@ def specify(
         results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
         outputs: the tensors to write; gradients are contiguous.
     """
-    out, (dq, dk, dv, dbias, _statistics, of_slopes, of_sinks) = results[0], outputs
+    out, (dq, dk, dv, dbias, _statistics, of_slopes, of_sinks, of_bias) = results[0], outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
     unit = stride_unit(*operands[:3], out, dout, *outputs[:3])
 
@@ -278,15 +295,15 @@ def specify(
                 },
             )
         )  # fmt: skip
-    if dbias is not None:
+    if dbias is not None or of_bias is not None:
         tile = config.dq
-        bias_batch, bias_heads, rows, keys = dbias.shape
+        parts, bias_batch, bias_heads, rows, keys = (1, *dbias.shape) if of_bias is None else of_bias.shape
         per_query, per_key = rows > 1, keys > 1
-        blocks = bias_batch * bias_heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
+        blocks = parts * bias_batch * bias_heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
         launches.append(
             one(
                 flash_bwd_dbias_kernel, blocks, tile, tile.block_m,
-                [*shared, problem.batch, bias_batch, bias_heads, *heads],
+                [*shared, problem.batch, bias_batch, bias_heads, *heads, parts],
                 {"PER_QUERY": per_query, "PER_KEY": per_key},
             )
         )  # fmt: skip
@@ -303,12 +320,12 @@ def _tensors(
 ) -> list[tuple[Any, ...]]:
     """Returns the pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
-    (out, lse), (dq, dk, dv, dbias, statistics, of_slopes, of_sinks) = results, outputs
+    (out, lse), (dq, dk, dv, dbias, statistics, of_slopes, of_sinks, of_bias) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
     found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
     found += ((*shared, statistics, *pair) for pair in _launches_of_keys(config, dk, dv))
-    if dbias is not None:
-        found.append((*shared, statistics, dbias))
+    if dbias is not None or of_bias is not None:
+        found.append((*shared, statistics, dbias if of_bias is None else of_bias))
     return found
 
 
@@ -353,7 +370,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         found.append("a paged cache takes no part in autograd")
     found += reasons.of_widths(problem, MAX_HEAD_DIM, f"a row of K or V must fit one tile, {MAX_HEAD_DIM} at most")
     found += precision.why_not(problem, gpu)
-    if not found and default(problem, gpu) is None:
+    if not found and not all(fitting(problem, gpu, owns_keys) for owns_keys in (False, True)):
         needed = min(smem_bytes(problem, gpu, Config(tile, tile)) for tile in space())
         found.append(reasons.of_shared_memory(needed, gpu))
     return found

@@ -6,7 +6,13 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
-from warpwave.kernels.split_kv.choice import default, fitting, smallest_smem_bytes
+from warpwave.kernels.split_kv.choice import (
+    default,
+    fits_one_tile,
+    fitting,
+    may_fit_one_tile,
+    smallest_smem_bytes,
+)
 from warpwave.kernels.split_kv.config import Config, is_launched_ahead
 from warpwave.kernels.split_kv.splits import blocks_with_rows
 from warpwave.problem import AttentionProblem, by_kind
@@ -51,12 +57,17 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     otherwise 0.89 to 0.95. One head of 4, 16, 32 and 48: 1.24, 1.38, 1.48 and 1.83 us, with flash_fwd 2.13, 2.43, 2.47
     and 2.53. Longer prompts were not compared.
 
+    Many sequences that fit one tile of 16 x 16 or 32 x 32 were 1.17 to 3.2 times as fast as with tiles of 64 x 64 by
+    hopper/flash_fwd in 14 calls (2026-11-29-h200-short-sequences.jsonl).
+
     In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; with hopper/flash_fwd, which
     makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110.
     """
     if problem.page_size:  # no later kernel is faster from pages; hopper/flash_fwd comes before this one
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
+        return []
+    if fits_one_tile(problem) and may_fit_one_tile(problem, gpu):
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
     asked = f"{queries} and {problem.seqlen_k} key{'s' * (problem.seqlen_k != 1)} a sequence"

@@ -7,6 +7,7 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     configs,
     default,
     notes,
+    outrun,
     smem_bytes,
     why_not,
 )

@@ -234,6 +234,24 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
+def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why `flash_bwd` is faster: all queries and keys of a sequence fit a tile, of which an SM runs many at
+    once.
+
+    Times of this kernel over those of `flash_bwd` on an H200, in 22 calls of many sequences
+    (2026-11-29-h200-short-gradients.json): 2.0 to 9.3 with 16 queries and keys, 1.5 to 3.1 with 25 and 32 up to
+    head_dim 128, 1.4 to 2.4 with 48 to 64 up to head_dim 64; 0.6 to 0.8 with 48 to 64 at head_dim 80 to 128.
+    """
+    others = problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
+    if others or problem.dtype == "float32":
+        return []
+    widest = max(problem.head_dim, problem.head_dim_v)
+    size = 64 if widest <= 64 else 32 if widest <= 128 else 16
+    if max(problem.seqlen_q, problem.seqlen_k) > size:
+        return []
+    return [f"at most {size} queries and keys at head_dim {widest}: flash_bwd, with one tile, is 1.4 to 9 x as fast"]
+
+
 def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns every reason the kernel cannot compute the gradients of a float32 problem on a Hopper GPU."""
     found = reasons.of_widths(

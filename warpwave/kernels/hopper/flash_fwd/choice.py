@@ -51,6 +51,11 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     return candidates[-1][1]  # its rule holds for every call
 
 
+def always_fits(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Returns whether `default` finds a config for all sizes."""
+    return all(config is not None for _, config in _candidates(problem, gpu))
+
+
 @by_kind
 def _candidates(problem: AttentionProblem, gpu: Gpu) -> list[tuple[Rule[Config], Config | None]]:
     """Returns the rules that depend on lengths, each with its first config that fits the GPU, else any that fits."""
@@ -76,6 +81,7 @@ class _Facts(NamedTuple):
         bias_bytes: of a score.
         heads: that share a tile.
         is_unmasked: whether values are in 16 bits and the call has no mask or bias.
+        is_masked: whether values are in 16 bits and it has a mask or a bias in 16 bits.
         is_plain: whether the call is also dense.
         is_bare: whether scores also need no more work than a causal mask.
         is_causal: whether position hides keys by a causal mask alone, operands are in 16 bits, and there is no mask or
@@ -88,6 +94,7 @@ class _Facts(NamedTuple):
     bias_bytes: int
     heads: int
     is_unmasked: bool
+    is_masked: bool
     is_plain: bool
     is_bare: bool
     is_causal: bool
@@ -106,6 +113,7 @@ def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
         bias_bytes=bias_bytes(problem),
         heads=heads_of_tile(problem),
         is_unmasked=is_unmasked,
+        is_masked=problem.dtype != "float32" and not is_unmasked and bias_bytes(problem) <= 2,
         is_plain=is_plain,
         is_bare=is_bare,
         is_causal=is_unmasked and has_no_window and problem.causal is not None and not problem.is_quantized,
@@ -127,8 +135,8 @@ class Call:
     def __init__(self, problem: AttentionProblem, gpu: Gpu) -> None:
         self.problem, self.gpu, self.num_sms = problem, gpu, gpu.assumed_sms
         (
-            self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_plain,
-            self.is_bare, is_causal,
+            self.width, self.width_v, self.parts, self.bias_bytes, self.heads, self.is_unmasked, self.is_masked,
+            self.is_plain, self.is_bare, is_causal,
         ) = _facts(problem, gpu)  # fmt: skip
         # The longest blocks take twice as long as the mean. With more keys than queries, blocks are more alike.
         self.is_triangle = is_causal and problem.seqlen_q == problem.seqlen_k
@@ -234,6 +242,7 @@ ONE_WAVE = "2026-11-28-h200-short-causal-calls.json"
 OF_TOKENS = "2026-11-29-h200-factors-of-tokens.json"
 CHUNKS = "2026-11-29-h200-chunks.jsonl"
 FEW_KEYS = "2026-11-29-h200-few-keys.jsonl"
+SHORT_SEQUENCES = "2026-11-29-h200-short-sequences.jsonl"
 MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
@@ -253,11 +262,34 @@ RULES: tuple[Rule[Config], ...] = (
         WIDE,
     ),
     Rule(
-        "a bias for each score, head_dim up to 64",
+        "a mask or 16-bit bias, head_dim 65 to 128, all queries of a sequence in one block of 64",
+        lambda c: c.is_masked and 64 < c.width <= 128 and c.problem.seqlen_q * c.heads <= 64,
+        (Config(64, 64, 2, 2),),
+        "1.44 and 1.65 times as fast as 128 queries, a bias and a mask, 64 x 64 of 16 heads at head_dim 128; with 256 "
+        "queries 0.91 and 0.98",
+        SHORT_SEQUENCES,
+    ),
+    Rule(
+        "a 16-bit bias for each score, head_dim up to 64",
+        lambda c: c.bias_bytes == 2 and c.width <= 64,
+        (Config(64, 64, 3, 3), Config(64, 64, 2, 3), Config(64, 64, 2, 2)),
+        "1.07 to 1.60 times as fast as 128 x 128 in ten calls of 256 to 4,096 keys, 3.9 and 4.4 times at 64 and 49",
+        SHORT_SEQUENCES,
+    ),
+    Rule(
+        "a float32 bias for each score, head_dim up to 64",
         lambda c: c.bias_bytes and c.width <= 64,
         (Config(128, 128, 2), Config(128, 64, 2)),
-        "1.13 times as fast as 64 keys a step (4 x 4096, bfloat16 bias)",
+        "not measured; with a bias in 16 bits 1.13 times as fast as 64 keys a step (4 x 4096)",
         MASKS,
+    ),
+    Rule(
+        "a mask, or a bias of keys or queries alone, head_dim up to 64, at most 1,024 keys",
+        lambda c: c.is_masked and c.width <= 64 and c.problem.seqlen_k <= 1024,
+        (Config(64, 64, 3, 3), Config(64, 64, 2, 3)),
+        "masks 1.07 to 1.39 times as fast as 64 x 128 or 192 x 128 in four calls, 0.95 at 4 x 2048; biases were not "
+        "measured",
+        SHORT_SEQUENCES,
     ),
     Rule(
         "a 16-bit bias for each score",
@@ -407,11 +439,17 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule("head_dim 65 to 128", lambda c: c.width > 64, (Config(128, 128, 2),), "the fastest of a sweep", TUNING),
     Rule(
-        "head_dim 24, 40 or 56, or such a head_dim_v, dense, a causal mask and at most 2,048 keys a query, or at most "
-        "a causal mask and blocks of 192 queries do not balance over the SMs",
-        lambda c: c.is_bare and c.has_rows_between_sectors and (c.sees_few_keys or c.is_unbalanced(192)),
+        "head_dim 24, 40 or 56, or such a head_dim_v, dense, over 64 queries; a causal mask and at most 2,048 keys a "
+        "query, or at most a causal mask and at most 640 keys, or blocks of 192 queries do not balance over the SMs",
+        lambda c: (
+            c.is_bare
+            and c.has_rows_between_sectors
+            and c.problem.seqlen_q * c.heads > 64
+            and (c.sees_few_keys or c.reach <= 640 or c.is_unbalanced(192))
+        ),
         (Config(128, 128, 3),),
-        "1.05 to 1.66 times as fast as blocks of 64 queries in 16 calls on an H100, 0.97 at 64 x 64 on 2,048 keys",
+        "1.05 to 1.66 times as fast as blocks of 64 queries in 16 calls on an H100, 0.97 at 64 x 64 on 2,048 keys; "
+        f"1.33 at 64 x 512 on an H200, 0.51 at 1,024 x 48 ({SHORT_SEQUENCES})",
         BETWEEN_SECTORS,
     ),
     Rule(

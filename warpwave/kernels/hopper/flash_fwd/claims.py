@@ -9,7 +9,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
-from warpwave.kernels.hopper.flash_fwd.choice import default, reach
+from warpwave.kernels.hopper.flash_fwd.choice import always_fits, reach
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     PARTS,
@@ -73,8 +73,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.bias_shape is not None and problem.descale_blocks is not None and problem.descale_blocks[2]:
         # Factors are added to scores in bits (softmax.FromOffset), where a bias of -1e9 would leave nothing of them.
         found.append("it takes no bias beside factors of blocks of v")
-    # Without one bias per score, some tile always fits. With one, no rule of the choice depends on lengths.
-    if not found and has_bias_cells(problem) and default(problem, gpu) is None:
+    # Without one bias per score, some tile always fits.
+    if not found and has_bias_cells(problem) and not always_fits(problem, gpu):
         found.append("no tile fits shared memory and registers together with its tile of the bias")
     return found
 
