@@ -14,8 +14,8 @@ Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     steps     forward and backward of grouped heads; the host's time of a small step; peak memory
 
 Everything goes through the public calls and torch.autograd. Rounds are interleaved; a ratio is the median over rounds
-of the best peer's time over ours. `deterministic` is ours with the same bits in every run. FlashAttention-4 takes part
-if `flash_attn.cute` can be imported.
+of the best peer's time over ours, of those whose gradients agree with ours. `deterministic` is ours with the same bits
+in every run. FlashAttention-4 takes part if `flash_attn.cute` can be imported.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ SDPA = {
 }
 OURS = ("warpwave", "deterministic")
 BIASES = ("bias", "trained bias")
+WRONG = 0.05  # a relative difference from our gradients that no rounding explains; such a peer is timed, not compared
 SHAPES = ((16, 1024), (4, 4096), (1, 16384))
 DRAWN = 40
 Step = Callable[[], Any]
@@ -298,17 +299,22 @@ def measured(row: Row, made: Callable[..., Step], rounds: int) -> dict[str, Any]
         steps.pop("efficient", None)  # it is here for what the others refuse
     times = paired(steps, rounds)
     median = {n: statistics.median(t) for n, t in times.items()}
-    of_peers = [n for n in median if n not in OURS]
-    ratio = {}
-    if of_peers:
-        best = min(of_peers, key=lambda n: median[n])
-        ratio = {n: statistics.median(b / t for b, t in zip(times[best], times[n], strict=True)) for n in OURS}
+    ratio = ratios(times, errors)
     tflops = {n: row.flops() * (1.0 if made is not both else 1.4) / t / 1e9 for n, t in median.items()}
     shown = {n: round(x, 3) for n, x in ratio.items()}
     print(row.name, {n: round(x) for n, x in tflops.items()}, shown, flush=True)
     return {
         "case": row.name, "ms": times, "tflops": tflops, "ratio": ratio, "difference": errors, "refused": refused,
     }  # fmt: skip
+
+
+def ratios(times: dict[str, list[float]], errors: dict[str, float]) -> dict[str, float]:
+    """Returns the median of the best peer's time over ours, in all rounds; empty without a peer that is right."""
+    of_peers = [n for n in times if n not in OURS and errors.get(n, 0.0) <= WRONG]
+    if not of_peers:
+        return {}
+    best = min(of_peers, key=lambda n: statistics.median(times[n]))
+    return {n: statistics.median(b / t for b, t in zip(times[best], times[n], strict=True)) for n in OURS}
 
 
 def largest_difference(ours: Any, theirs: Any) -> float:

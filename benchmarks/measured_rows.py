@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.gradients import WRONG
 from warpwave.workbench.bench.records import OURS, Measurement, RecordError, read_records
 from warpwave.workbench.bench.timing import Samples, ratio_if_paired
 
@@ -27,6 +28,8 @@ OF_GRADIENTS = {
     "drawn": "backward, drawn",
     "features": "backward, features",
     "biases": "backward, biases",
+    "models": "backward, models",
+    "short sequences": "backward, short sequences",
     "steps": "training steps",
 }
 NOT_PEERS = ("warpwave", "deterministic", "none", "tree")
@@ -133,7 +136,9 @@ def _of_program(record: str, data: Mapping[str, Any]) -> Iterator[Row]:
                 continue
             if isinstance(entry.get("ms"), dict) and "warpwave" in entry["ms"]:
                 suite, case = _name(group, entry)
-                times = {name: [1000 * ms for ms in found] for name, found in entry["ms"].items() if found}
+                wrong = [name for name, error in entry.get("difference", {}).items() if error > WRONG]
+                of_right = {name: found for name, found in entry["ms"].items() if found and name not in wrong}
+                times = {name: [1000 * ms for ms in found] for name, found in of_right.items()}
             elif "direction" in entry:  # portable.py
                 suite, case, times = f"portable {entry['direction']}", entry["case"], entry["us"]
             else:

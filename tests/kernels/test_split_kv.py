@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpwave import explain
+from warpwave import dispatch, explain
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import split_kv
 from warpwave.kernels.split_kv import splits
@@ -362,12 +362,36 @@ def test_pages_that_are_no_power_of_two_are_refused() -> None:
     assert "page_size is 48" in reason
 
 
-@pytest.mark.parametrize("seqlen_k", [1, 64])
+@pytest.mark.parametrize("seqlen_k", [17, 64])
 def test_few_queries_on_one_tile_of_keys_have_nothing_to_split(seqlen_k: int) -> None:
     (reason,) = split_kv.outrun(replace(DECODE, batch=64, num_heads_kv=32, seqlen_q=1, seqlen_k=seqlen_k), H200)
     assert "nothing to split" in reason and "faster" not in reason and "1 query " in reason
     (long,) = split_kv.outrun(replace(DECODE, seqlen_q=4096, seqlen_k=4096), H200)
     assert "faster at 16 queries or fewer" in long
+
+
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({"seqlen_q": 16, "seqlen_k": 16}, (16, 16, 1)),
+        ({"seqlen_q": 16, "seqlen_k": 16, "num_heads_kv": 8}, (16, 16, 1)),
+        ({"seqlen_q": 1, "seqlen_k": 9}, (16, 16, 1)),
+        ({"seqlen_q": 12, "seqlen_k": 12, "mask_shape": (64, 1, 1, 12)}, (16, 16, 1)),
+        ({"seqlen_q": 17, "seqlen_k": 17, "head_dim": 64, "head_dim_v": 64}, (32, 32, 2)),
+        ({"seqlen_q": 8, "seqlen_k": 32, "head_dim": 64, "head_dim_v": 64}, (16, 32, 1)),
+        ({"seqlen_q": 17, "seqlen_k": 17}, None),
+        ({"seqlen_q": 33, "seqlen_k": 33, "head_dim": 64, "head_dim_v": 64}, None),
+        ({"seqlen_q": 16, "seqlen_k": 16, "dtype": "float32"}, None),
+        ({"seqlen_q": 16, "seqlen_k": 16, "batch_invariant": True}, None),
+    ],
+    ids=str,
+)
+def test_a_sequence_in_one_tile_has_a_warp_for_16_rows(change: dict[str, Any], tile: tuple[int, ...] | None) -> None:
+    problem = replace(DECODE, batch=64, **({"num_heads_kv": 32} | change))
+    chosen, config, _ = dispatch.choose(problem, H200)
+    assert (chosen.NAME == "split_kv") == (tile is not None)
+    if tile is not None:
+        assert (config.block_m, config.block_n, config.num_warps) == tile and config.num_splits == 1
 
 
 def test_explain_prints_the_splits_and_their_reason() -> None:

@@ -37,6 +37,34 @@ def inputs(seqlen: int = 2048) -> list[torch.Tensor]:
     return [torch.randn(2, seqlen, 4, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "lengths", "change", "kernel"),
+    [
+        (256, (16, 9), {}, "flash_bwd"),
+        (256, (17, 16), {}, "hopper/flash_bwd"),
+        (128, (32, 32), {"causal": Causal()}, "flash_bwd"),
+        (128, (32, 33), {}, "hopper/flash_bwd"),
+        (64, (64, 64), {}, "flash_bwd"),
+        (72, (64, 64), {}, "hopper/flash_bwd"),
+        (64, (16, 65), {}, "hopper/flash_bwd"),
+        (64, (16, 16), {"bias_shape": (1, 4, 16, 16), "bias_dtype": "bfloat16"}, "hopper/flash_bwd"),
+        (64, (16, 16), {"cu_q": (0, 16, 32), "cu_k": (0, 16, 32)}, "hopper/flash_bwd"),
+    ],
+    ids=str,
+)
+def test_sequences_in_one_tile_are_left_to_flash_bwd(
+    head_dim: int, lengths: tuple[int, int], change: dict[str, Any], kernel: str
+) -> None:
+    problem = AttentionProblem(
+        batch=512, seqlen_q=lengths[0], seqlen_k=lengths[1], num_heads_q=4, num_heads_kv=4, head_dim=head_dim,
+        head_dim_v=head_dim, dtype="bfloat16", softmax_scale=0.1, requires_grad=True,
+    )  # fmt: skip
+    if "cu_q" in change:
+        change = {"packed": True, "total_q": 512 * 16, "total_k": 512 * 16}
+    gpu = replace(Gpu.for_arch("sm_90"), num_sms=132)
+    assert dispatch.gradients_for(replace(problem, **change), gpu).NAME == kernel
+
+
 def test_a_step_takes_four_launches(card: Card) -> None:
     q, k, v = inputs()
     for _ in range(2):

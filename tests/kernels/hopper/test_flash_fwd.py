@@ -208,7 +208,7 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((64, 64), {"seqlen_k": 641}, flash_fwd.Config(64, 64, 3, 3)),
         ((64, 64), {"seqlen_k": 1025}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"seqlen_q": 768, "seqlen_k": 768, "batch": 33}, flash_fwd.Config(192, 128, 3)),
-        ((64, 64), {"seqlen_k": 640, "mask_shape": (1, 1, 4096, 640)}, flash_fwd.Config(192, 128, 3)),
+        ((64, 64), {"seqlen_k": 640, "mask_shape": (1, 1, 4096, 640)}, flash_fwd.Config(64, 64, 3, 3)),
         ((64, 64), {"seqlen_q": 128, "seqlen_k": 8192, "batch": 8}, flash_fwd.Config(128, 128, 3)),
         ((64, 64), {"seqlen_q": 128, "seqlen_k": 8192, "batch": 4}, flash_fwd.Config(64, 128, 2, 2)),
         ((64, 64), {"seqlen_q": 512, "seqlen_k": 2048, "batch": 16, "causal": Causal()}, flash_fwd.Config(192, 128, 3)),
@@ -249,6 +249,29 @@ def test_tiles_of_widths_between_the_powers_of_two(
     *_, said = choice.notes(problem, H200, config)
     assert ("rows of V are padded" in said) == (config.narrowest_v == 64)
     assert "the table would choose another" not in " ".join(choice.notes(problem, H200, config))
+
+
+@pytest.mark.parametrize(
+    ("width", "seqlen", "change", "tile"),
+    [
+        (32, 49, {"bias_shape": (1, 4, 49, 49), "bias_dtype": "float16"}, (64, 64, 3, 3)),
+        (64, 4096, {"bias_shape": (1, 4, 4096, 4096), "bias_dtype": "float16"}, (64, 64, 2, 3)),
+        (64, 256, {"bias_shape": (1, 4, 256, 256), "bias_dtype": "float32"}, (128, 128, 2, 1)),
+        (64, 512, {"mask_shape": (8, 1, 1, 512)}, (64, 64, 3, 3)),
+        (64, 2048, {"mask_shape": (8, 1, 1, 2048)}, (192, 128, 3, 1)),
+        (128, 64, {"mask_shape": (8, 1, 1, 64)}, (64, 64, 2, 2)),
+        (128, 256, {"bias_shape": (1, 4, 256, 256), "bias_dtype": "float16"}, (128, 64, 3, 1)),
+        (40, 48, {}, (64, 64, 3, 3)),
+        (40, 100, {}, (128, 128, 3, 1)),
+    ],
+    ids=str,
+)
+def test_tiles_of_short_sequences_masks_and_biases(
+    width: int, seqlen: int, change: dict[str, Any], tile: tuple[int, ...]
+) -> None:
+    given: dict[str, Any] = {"head_dim": width, "head_dim_v": width, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    config = flash_fwd.configs(replace(PROBLEM, batch=512, num_heads_q=4, num_heads_kv=4, **given, **change), H200)[0]
+    assert (config.block_m, config.block_n, config.num_stages, config.blocks_per_sm) == tile
 
 
 @pytest.mark.parametrize(
