@@ -153,6 +153,16 @@ BACKWARD = [
         "batch_end = batch_size", "batch_end = batch_size - 1",
         f"{BY_GATES}test_bias_of_any_shape", "40", "FAIL A peer rule of dbias",
     ),
+    Mutant(
+        "gradients: parts of a bias overlap", DBIAS,
+        "items * (part + 1) // num_parts", "(items * (part + 1) + num_parts - 1) // num_parts",
+        f"{BY_GATES}test_parts_of_a_gradient_of_a_bias_sum_all_batch_items_once", "4", "dbias",
+    ),
+    Mutant(
+        "gradients: of a bias from the first part alone", "kernels/flash_bwd/host.py",
+        "outputs.of_bias.sum(0)", "outputs.of_bias[0]",
+        f"{BY_GATES}test_parts_of_a_gradient_of_a_bias_sum_all_batch_items_once", "4", "dbias",
+    ),
 ]  # fmt: skip
 
 # Of dropout, and of gradients that must repeat.
