@@ -386,6 +386,9 @@ def _narrow(config: Config, call: Call) -> Config:
     return changed(_whole(config, call), block_m=16)
 
 
+LARGEST_TILE = 32  # of a whole sequence: queries and keys
+
+
 def may_fit_one_tile(problem: AttentionProblem, gpu: Gpu) -> bool:
     """Returns whether `fits_one_tile` may hold, by what does not depend on sizes."""
     is_hopper = gpu.vendor == "nvidia" and gpu.capability == 90
@@ -396,7 +399,7 @@ def may_fit_one_tile(problem: AttentionProblem, gpu: Gpu) -> bool:
 def fits_one_tile(problem: AttentionProblem) -> bool:
     """Returns whether all queries and keys of a sequence fit a tile of 16 x 16, or up to head_dim 64 of 32 x 32, of a
     call that may."""
-    most = 32 if max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64 else 16
+    most = LARGEST_TILE if max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64 else 16
     return 0 < problem.seqlen_q <= most and 0 < problem.seqlen_k <= most
 
 
@@ -434,7 +437,7 @@ SHORTER: tuple[Rule[Change], ...] = (
     Rule(
         "Hopper, 16 bits, dense, at most 16 queries and 16 keys, up to head_dim 64 at most 32: one tile, a warp for "
         "each 16 rows",
-        lambda c: c.kind.may_fit_one_tile and fits_one_tile(c.problem),
+        lambda c: c.kind.may_fit_one_tile and c.seqlen_k <= LARGEST_TILE and fits_one_tile(c.problem),
         (_in_one_tile,),
         "1.01 to 1.86 times as fast as on four warps in eight calls, 0.91 at 4 x 16 of head_dim 128",
         SHORT_SEQUENCES,

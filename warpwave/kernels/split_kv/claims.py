@@ -7,6 +7,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.split_kv.choice import (
+    LARGEST_TILE,
     default,
     fits_one_tile,
     fitting,
@@ -67,7 +68,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         return []
-    if fits_one_tile(problem) and may_fit_one_tile(problem, gpu):
+    if problem.seqlen_k <= LARGEST_TILE and fits_one_tile(problem) and may_fit_one_tile(problem, gpu):
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
     asked = f"{queries} and {problem.seqlen_k} key{'s' * (problem.seqlen_k != 1)} a sequence"
