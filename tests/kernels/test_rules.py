@@ -92,7 +92,7 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
         problem, gpu = drawn_problem(rng), H200 if i % 2 or module.NAME.startswith("hopper/") else rng.choice(GPUS)
         if i % 3 == 0 and not problem.page_size and not problem.packed:
             few: dict[str, Any] = {"seqlen_q": rng.choice(SHORT[:2]), "seqlen_k": rng.choice(SHORT), "mask_shape": None}
-            if module is flash_bwd and i % 2:
+            if module in (flash_fwd, flash_bwd) and i % 2:
                 few |= {"seqlen_q": 25, "seqlen_k": 32}
             problem = replace(problem, bias_shape=None, bias_dtype=None, **few)
         if i % 11 == 0 and not problem.page_size and not problem.packed:  # plain calls, rare among the drawn ones

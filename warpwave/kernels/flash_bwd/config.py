@@ -205,12 +205,13 @@ class Call:
         self.width = max(total_widths(problem, gpu, WGMMA_ROWS))  # columns of the wider of K and V
         self.is_16_bit_mma = gpu.has_mma and not self.is_float32
         is_masked = problem.mask_shape is not None or problem.bias_shape is not None
-        self.may_fit_one_tile = gpu.capability == 90 and not (is_masked or problem.packed)
+        # On RDNA a warp's registers do not suffice (compiled: 0.5 to 5 KB of spills).
+        self.may_fit_one_tile = not (is_masked or problem.packed or gpu.is_rdna)
         self.problem = problem
 
     def fits(self, size: int) -> bool:
         """Returns whether all queries and keys of a sequence fit a tile of this size, of a dense call without mask or
-        bias on Hopper."""
+        bias, on other cards than RDNA."""
         return self.may_fit_one_tile and self.problem.seqlen_q <= size and self.problem.seqlen_k <= size
 
 
@@ -220,22 +221,24 @@ OF_16, OF_32 = Tile(16, 16, 1, 2), Tile(32, 32, 2, 2)
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
-        "Hopper, at most 16 queries and 16 keys, 16 bits, or float32 up to head_dim 64",
-        lambda c: (c.bucket == 0 or not c.is_float32) and c.fits(16),
+        "at most 16 queries and 16 keys, NVIDIA and AMD CDNA, 16 bits, or float32 on Hopper up to head_dim 64",
+        lambda c: (not c.is_float32 or (c.gpu.capability == 90 and c.bucket == 0)) and c.fits(16),
         (Config(OF_16, OF_16),),
-        "2.2 to 8.1 times as fast as the tiles of longer sequences in eight calls; float32 3.4 times in one",
+        "2.2 to 8.1 times as fast as the tiles of longer sequences in eight calls, float32 3.4 times in one; predicted "
+        "on six other cards: 1.0 to 12 times (other_cards.md)",
         SHORT_SEQUENCES,
     ),
     Rule(
-        "16 bits, Hopper, at most 32 queries and 32 keys, head_dim up to 128",
+        "16 bits, NVIDIA and AMD CDNA, at most 32 queries and 32 keys, head_dim up to 128",
         lambda c: not c.is_float32 and c.bucket < 2 and c.fits(32),
         (Config(OF_32, OF_32),),
-        "2.1 to 3.1 times as fast as the tiles of longer sequences in five calls",
+        "2.1 to 3.1 times as fast as the tiles of longer sequences in five calls; predicted on six other cards: 1.0 "
+        "to 3.3 times (other_cards.md)",
         SHORT_SEQUENCES,
     ),
     Rule(
         "16 bits, Hopper, at most 64 queries and 64 keys, head_dim up to 64",
-        lambda c: not c.is_float32 and c.bucket == 0 and c.fits(64),
+        lambda c: c.gpu.capability == 90 and not c.is_float32 and c.bucket == 0 and c.fits(64),
         (Config(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),),
         "1.2 to 1.9 times as fast as with three stages in nine calls",
         SHORT_SEQUENCES,

@@ -186,7 +186,7 @@ def _uses_tensor_cores(problem: AttentionProblem, gpu: Gpu) -> bool:
 @cache
 def space(split_ahead: tuple[bool, ...] = (False,)) -> list[Config]:
     """Returns every candidate."""
-    return [
+    return [OF_16, OF_32] + [
         Config(block_m, block_n, num_warps, num_stages, ahead)
         for ahead in split_ahead
         for block_m in (16, 32, 64, 128)
@@ -214,7 +214,13 @@ class Call:
         self.is_rdna = gpu.is_rdna
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_light = not self.is_masked and problem.alibi_shape is None and not problem.dropout_p
+        self.may_fit_one_tile = self.is_16_bit and not (self.is_masked or problem.packed)
         self.has_tiles_of_64 = self.bucket == 0 or (self.bucket == 1 and self.is_masked)
+
+    def fits(self, size: int) -> bool:
+        """Returns whether all queries and keys of a sequence fit a tile of this size, of a dense call in 16 bits
+        without mask or bias."""
+        return self.may_fit_one_tile and self.problem.seqlen_q <= size and self.problem.seqlen_k <= size
 
     @property
     def leaves_sms_idle(self) -> bool:
@@ -229,9 +235,28 @@ SWEEP_3 = "2026-11-21-h200-flash-fwd-sweep-3.log"
 FLOAT32 = "2026-11-21-h200-float32.jsonl"
 ONE_HEAD = "2026-11-21-h200-float32-one-head.jsonl"
 PARTS_OF_FLOAT32 = "2026-11-21-h200-hopper-float32-parts.log"
+SHORT_SEQUENCES = "2026-11-29-h200-short-sequences.jsonl"
+# Tiles of 16 rows a warp, for sequences that fit one. No other config has so few warps.
+OF_16, OF_32 = Config(16, 16, 1, 2), Config(32, 32, 2, 2)
 # The tile of a call without mask or bias. The figures are ratios of time on an H200. Nothing was timed on a B200, and
 # predictions for it (docs/notes/model.md) contradict each other.
 RULES: tuple[Rule[Config], ...] = (
+    Rule(
+        "16 bits, at most 16 queries and 16 keys, on AMD RDNA up to head_dim 64",
+        lambda c: (c.bucket == 0 or not c.is_rdna) and c.fits(16),
+        (OF_16,),
+        "1.6 to 2.8 times as fast as 64 x 64 by hopper/flash_fwd in five calls; predicted on seven other cards: 1.0 to "
+        "8.2 times as fast as the tiles of longer sequences (other_cards.md)",
+        SHORT_SEQUENCES,
+    ),
+    Rule(
+        "16 bits, at most 32 queries and 32 keys, head_dim up to 64",
+        lambda c: c.bucket == 0 and c.fits(32),
+        (OF_32,),
+        "1.12 times as fast as 64 x 64 by hopper/flash_fwd at 9,216 x 25; predicted on seven other cards: 1.0 to 2.3 "
+        "times as fast as the tiles of longer sequences (other_cards.md)",
+        SHORT_SEQUENCES,
+    ),
     Rule("float32, AMD RDNA", lambda c: c.is_float32 and c.is_rdna, (Config(32, 16, 8, 1),), NOT_MEASURED),
     *by_width(
         "float32 in bfloat16 parts, AMD CDNA",
