@@ -234,16 +234,26 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
+LARGEST_GROUP = 4  # query heads of a kv head in the calls that `outrun` is measured with
+
+
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `flash_bwd` is faster: all queries and keys of a sequence fit a tile, of which an SM runs many at
     once.
 
-    Times of this kernel over those of `flash_bwd` on an H200, in 22 calls of many sequences
-    (2026-11-29-h200-short-gradients.json): 2.0 to 9.3 with 16 queries and keys, 1.5 to 3.1 with 25 and 32 up to
+    Times of this kernel over those of `flash_bwd` on an H200, in 27 calls with up to four query heads a kv head
+    (2026-11-29-h200-short-gradients.json): 2.0 to 9.3 with 8 to 16 queries and keys, 1.5 to 3.1 with 25 and 32 up to
     head_dim 128, 1.4 to 2.4 with 48 to 64 up to head_dim 64; 0.6 to 0.8 with 48 to 64 at head_dim 80 to 128.
+
+    In `flash_bwd`, the block of a tile of keys walks all query heads of its kv head. If such blocks are fewer than the
+    SMs and walk more heads than were measured, this kernel stays: 0.6 is predicted for one sequence of 64 with 64 query
+    heads on one kv head.
     """
     others = problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
     if others or problem.dtype == "float32":
+        return []
+    is_long_walk = problem.num_heads_q > LARGEST_GROUP * problem.num_heads_kv
+    if is_long_walk and problem.batch * problem.num_heads_kv < gpu.assumed_sms:
         return []
     widest = max(problem.head_dim, problem.head_dim_v)
     size = 64 if widest <= 64 else 32 if widest <= 128 else 16
