@@ -245,7 +245,7 @@ RULES: tuple[Rule[Config], ...] = (
         "16 bits, at most 16 queries and 16 keys, on AMD RDNA up to head_dim 64",
         lambda c: (c.bucket == 0 or not c.is_rdna) and c.fits(16),
         (OF_16,),
-        "1.6 to 2.8 times as fast as 64 x 64 by hopper/flash_fwd in five calls; predicted on seven other cards: 1.0 to "
+        "1.5 to 2.8 times as fast as 64 x 64 by hopper/flash_fwd in four calls; predicted on seven other cards: 1.0 to "
         "8.2 times as fast as the tiles of longer sequences (other_cards.md)",
         SHORT_SEQUENCES,
     ),
