@@ -532,6 +532,8 @@ def _decided(problem: AttentionProblem, gpu: Gpu) -> tuple[Call, list[Rule[Any]]
                 break
         if rule.choices[0] is not _kept:
             call.config = rule.choices[0](call.config, call)
+            if table is kind.shorter:  # undoes how keys are loaded
+                decided = list(kind.tile_rows)
             decided.append(rule)
     return call, decided
 
