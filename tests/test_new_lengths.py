@@ -189,7 +189,7 @@ CASES: dict[str, tuple[Callable[[int], Call], int]] = {
     "cached, pages of 64": (lambda n: cached(n, 64), 126),
     "prefill from pages": (prefill, 129),
     "prefill from pages, packed": (lambda n: prefill(n, True), 132),
-    "decode": (decode, 189),
+    "decode": (decode, 190),
     "decode, keys by head": (decode_by_head, 157),
     "decode, keys by head, padded": (lambda n: decode_by_head(n, padded=True), 143),
     "dense, by head": (lambda n: dense(n, by_head=True), 108),
