@@ -9,7 +9,8 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
-from warpwave.kernels.hopper.flash_fwd.choice import always_fits, reach
+from warpwave.kernels.hopper.flash_fwd.call import reach
+from warpwave.kernels.hopper.flash_fwd.choice import always_fits
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     PARTS,
