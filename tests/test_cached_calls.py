@@ -328,9 +328,12 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
         warmup([wide], DEVICE, kernel="split_kv")
 
 
-def test_warmup_compiles_what_a_call_with_gradients_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seqlen", "kernel"), [(64, "flash_bwd"), (128, "hopper/flash_bwd")])
+def test_warmup_compiles_what_a_call_with_gradients_runs(
+    monkeypatch: pytest.MonkeyPatch, seqlen: int, kernel: str
+) -> None:
     problem = AttentionProblem(
-        batch=2, seqlen_q=64, seqlen_k=64, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16",
+        batch=2, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16",
         softmax_scale=0.25, requires_grad=True,
     )  # fmt: skip
     bound: list[tuple[str, AttentionProblem]] = []
@@ -345,7 +348,7 @@ def test_warmup_compiles_what_a_call_with_gradients_runs(monkeypatch: pytest.Mon
     assert warmup([problem], "cpu") == 1
     forward, gradients = dispatch.forward_of(problem, Gpu.for_arch("sm_90"))
     assert bound == [(dispatch.choose(forward, Gpu.for_arch("sm_90")).kernel.NAME, forward), (gradients, forward)]
-    assert gradients == "hopper/flash_bwd" and forward.return_lse
+    assert gradients == kernel and forward.return_lse
 
 
 def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
