@@ -333,8 +333,8 @@ def test_warmup_compiles_what_a_call_with_gradients_runs(
     monkeypatch: pytest.MonkeyPatch, seqlen: int, kernel: str
 ) -> None:
     problem = AttentionProblem(
-        batch=2, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64, dtype="bfloat16",
-        softmax_scale=0.25, requires_grad=True,
+        batch=2, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64,
+        dtype="bfloat16", softmax_scale=0.25, requires_grad=True,
     )  # fmt: skip
     bound: list[tuple[str, AttentionProblem]] = []
     for family in (*dispatch.KERNELS, *dispatch.GRADIENT_KERNELS):
