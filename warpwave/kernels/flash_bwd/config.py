@@ -21,6 +21,7 @@ from warpwave.kernels.rules import (
     TWO_TILES,
     Rule,
     by_width,
+    fits_one_tile,
 )
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -204,15 +205,13 @@ class Call:
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
         self.width = max(total_widths(problem, gpu, WGMMA_ROWS))  # columns of the wider of K and V
         self.is_16_bit_mma = gpu.has_mma and not self.is_float32
-        is_masked = problem.mask_shape is not None or problem.bias_shape is not None
-        # On RDNA a warp's registers do not suffice (compiled: 0.5 to 5 KB of spills).
-        self.may_fit_one_tile = not (is_masked or problem.packed or gpu.is_rdna)
-        self.problem = problem
+        self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
+        self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
 
     def fits(self, size: int) -> bool:
         """Returns whether all queries and keys of a sequence fit a tile of this size, of a dense call without mask or
-        bias, on other cards than RDNA."""
-        return self.may_fit_one_tile and self.problem.seqlen_q <= size and self.problem.seqlen_k <= size
+        bias, on other cards than RDNA, whose warps lack the registers (0.5 to 5 KB of spills)."""
+        return not (self.is_masked or self.gpu.is_rdna) and fits_one_tile(self.problem, size)
 
 
 SHORT_SEQUENCES = "2026-11-29-h200-short-gradients.json"
@@ -221,24 +220,29 @@ OF_16, OF_32 = Tile(16, 16, 1, 2), Tile(32, 32, 2, 2)
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
 RULES: tuple[Rule[Config], ...] = (
     Rule(
-        "at most 16 queries and 16 keys, NVIDIA and AMD CDNA, 16 bits, or float32 on Hopper up to head_dim 64",
-        lambda c: (not c.is_float32 or (c.gpu.capability == 90 and c.bucket == 0)) and c.fits(16),
+        "Hopper, at most 16 queries and 16 keys, 16 bits, or float32 up to head_dim 64",
+        lambda c: c.is_hopper and (c.is_16_bit or c.bucket == 0) and c.fits(16),
         (Config(OF_16, OF_16),),
-        "2.2 to 8.1 times as fast as the tiles of longer sequences in eight calls, float32 3.4 times in one; predicted "
-        "on six other cards: 1.0 to 12 times (other_cards.md)",
+        "2.2 to 8.1 times as fast as the tiles of longer sequences in eight calls, float32 3.4 times in one",
         SHORT_SEQUENCES,
     ),
     Rule(
-        "16 bits, NVIDIA and AMD CDNA, at most 32 queries and 32 keys, head_dim up to 128",
-        lambda c: not c.is_float32 and c.bucket < 2 and c.fits(32),
+        "Hopper, at most 32 queries and 32 keys, 16 bits, head_dim up to 128",
+        lambda c: c.is_hopper and c.is_16_bit and c.bucket < 2 and c.fits(32),
         (Config(OF_32, OF_32),),
-        "2.1 to 3.1 times as fast as the tiles of longer sequences in five calls; predicted on six other cards: 1.0 "
-        "to 3.3 times (other_cards.md)",
+        "2.1 to 3.1 times as fast as the tiles of longer sequences in five calls",
         SHORT_SEQUENCES,
     ),
     Rule(
-        "16 bits, Hopper, at most 64 queries and 64 keys, head_dim up to 64",
-        lambda c: c.gpu.capability == 90 and not c.is_float32 and c.bucket == 0 and c.fits(64),
+        "other NVIDIA cards and AMD CDNA, at most 16 queries and 16 keys, 16 bits, head_dim up to 64",
+        lambda c: c.is_16_bit and c.bucket == 0 and c.fits(16),
+        (Config(OF_16, OF_16),),
+        "predicted on six cards: 1.4 to 12 times as fast as the tiles of longer sequences",
+        "short_sequences.md",
+    ),
+    Rule(
+        "Hopper, at most 64 queries and 64 keys, 16 bits, head_dim up to 64",
+        lambda c: c.is_hopper and c.is_16_bit and c.bucket == 0 and c.fits(64),
         (Config(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),),
         "1.2 to 1.9 times as fast as with three stages in nine calls",
         SHORT_SEQUENCES,

@@ -226,7 +226,7 @@ def specify(
         results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
         outputs: the tensors to write; gradients are contiguous.
     """
-    out, (dq, dk, dv, dbias, _statistics, of_slopes, of_sinks, of_bias) = results[0], outputs
+    out, (dq, dk, dv, _dbias, _statistics, of_slopes, of_sinks, _of_bias) = results[0], outputs
     tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
     unit = stride_unit(*operands[:3], out, dout, *outputs[:3])
 
@@ -295,9 +295,9 @@ def specify(
                 },
             )
         )  # fmt: skip
-    if dbias is not None or of_bias is not None:
+    if (sums := _sums_of_bias(outputs)) is not None:
         tile = config.dq
-        parts, bias_batch, bias_heads, rows, keys = (1, *dbias.shape) if of_bias is None else of_bias.shape
+        parts, bias_batch, bias_heads, rows, keys = sums.shape
         per_query, per_key = rows > 1, keys > 1
         blocks = parts * bias_batch * bias_heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
         launches.append(
@@ -320,13 +320,20 @@ def _tensors(
 ) -> list[tuple[Any, ...]]:
     """Returns the pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
-    (out, lse), (dq, dk, dv, dbias, statistics, of_slopes, of_sinks, of_bias) = results, outputs
+    (out, lse), (dq, dk, dv, _dbias, statistics, of_slopes, of_sinks, _of_bias) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
     found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
     found += ((*shared, statistics, *pair) for pair in _launches_of_keys(config, dk, dv))
-    if dbias is not None or of_bias is not None:
-        found.append((*shared, statistics, dbias if of_bias is None else of_bias))
+    if (sums := _sums_of_bias(outputs)) is not None:
+        found.append((*shared, statistics, sums))
     return found
+
+
+def _sums_of_bias(outputs: Outputs) -> torch.Tensor | None:
+    """Returns what the launch of the bias writes, (parts, *dbias.shape): several sums, or dbias itself; or None."""
+    if outputs.of_bias is not None or outputs.dbias is None:
+        return outputs.of_bias
+    return outputs.dbias[None]
 
 
 def _launches_of_keys(config: Config, dk: Any, dv: Any) -> list[tuple[Any, Any]]:

@@ -23,6 +23,7 @@ from warpwave.kernels.rules import (
     TWO_TILES,
     Rule,
     by_width,
+    fits_one_tile,
 )
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -214,13 +215,12 @@ class Call:
         self.is_rdna = gpu.is_rdna
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
         self.is_light = not self.is_masked and problem.alibi_shape is None and not problem.dropout_p
-        self.may_fit_one_tile = self.is_16_bit and not (self.is_masked or problem.packed)
         self.has_tiles_of_64 = self.bucket == 0 or (self.bucket == 1 and self.is_masked)
 
     def fits(self, size: int) -> bool:
         """Returns whether all queries and keys of a sequence fit a tile of this size, of a dense call in 16 bits
         without mask or bias."""
-        return self.may_fit_one_tile and self.problem.seqlen_q <= size and self.problem.seqlen_k <= size
+        return self.is_16_bit and not self.is_masked and fits_one_tile(self.problem, size)
 
     @property
     def leaves_sms_idle(self) -> bool:
@@ -246,7 +246,7 @@ RULES: tuple[Rule[Config], ...] = (
         lambda c: (c.bucket == 0 or not c.is_rdna) and c.fits(16),
         (OF_16,),
         "1.5 to 2.8 times as fast as 64 x 64 by hopper/flash_fwd in four calls; predicted on seven other cards: 1.0 to "
-        "8.2 times as fast as the tiles of longer sequences (other_cards.md)",
+        "8.2 times as fast as the tiles of longer sequences (short_sequences.md)",
         SHORT_SEQUENCES,
     ),
     Rule(
@@ -254,7 +254,7 @@ RULES: tuple[Rule[Config], ...] = (
         lambda c: c.bucket == 0 and c.fits(32),
         (OF_32,),
         "1.12 times as fast as 64 x 64 by hopper/flash_fwd at 9,216 x 25; predicted on seven other cards: 1.0 to 2.3 "
-        "times as fast as the tiles of longer sequences (other_cards.md)",
+        "times as fast as the tiles of longer sequences (short_sequences.md)",
         SHORT_SEQUENCES,
     ),
     Rule("float32, AMD RDNA", lambda c: c.is_float32 and c.is_rdna, (Config(32, 16, 8, 1),), NOT_MEASURED),

@@ -145,7 +145,8 @@ class Kind:
         self.has_64_rows = self.tile.block_m == 64
         plain = self.is_hopper and not (self.is_float32 or self.is_masked or self.is_invariant or problem.packed)
         self.may_be_prompt = plain and self.widest <= 64 and not self.page_size
-        self.may_fit_one_tile = may_fit_one_tile(problem, gpu)
+        others = self.page_size or self.is_invariant or self.is_float32 or problem.packed
+        self.may_be_one_tile = self.is_hopper and not others
         self.may_be_short = plain and self.tile.block_m == 16 and 0 < self.page_size < 128 and 128 < self.wide <= 256
         self.may_have_roles = self.is_hopper and not self.has_64_rows and self.wide <= 256
         self.block_n = 128 if self.wide <= 256 else 64
@@ -389,18 +390,13 @@ def _narrow(config: Config, call: Call) -> Config:
 LARGEST_TILE = 32  # of a whole sequence: queries and keys
 
 
-def may_fit_one_tile(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Returns whether `fits_one_tile` may hold, by what does not depend on sizes."""
-    is_hopper = gpu.vendor == "nvidia" and gpu.capability == 90
-    others = problem.page_size or problem.packed or problem.batch_invariant or problem.dtype == "float32"
-    return is_hopper and not others
-
-
-def fits_one_tile(problem: AttentionProblem) -> bool:
-    """Returns whether all queries and keys of a sequence fit a tile of 16 x 16, or up to head_dim 64 of 32 x 32, of a
-    call that may."""
+def is_one_tile(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Returns whether all queries and keys of a sequence fit a tile of 16 x 16, or up to head_dim 64 of 32 x 32, in a
+    dense 16-bit call on Hopper."""
+    if gpu.capability != 90 or problem.page_size or problem.batch_invariant or problem.dtype == "float32":
+        return False
     most = LARGEST_TILE if max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 64 else 16
-    return 0 < problem.seqlen_q <= most and 0 < problem.seqlen_k <= most
+    return rules.fits_one_tile(problem, most) and 0 not in (problem.seqlen_q, problem.seqlen_k)
 
 
 def _in_one_tile(config: Config, call: Call) -> Config:
@@ -437,7 +433,7 @@ SHORTER: tuple[Rule[Change], ...] = (
     Rule(
         "Hopper, 16 bits, dense, at most 16 queries and 16 keys, up to head_dim 64 at most 32: one tile, a warp for "
         "each 16 rows",
-        lambda c: c.kind.may_fit_one_tile and c.seqlen_k <= LARGEST_TILE and fits_one_tile(c.problem),
+        lambda c: c.kind.may_be_one_tile and c.seqlen_k <= LARGEST_TILE and is_one_tile(c.problem, c.gpu),
         (_in_one_tile,),
         "1.01 to 1.88 times as fast as on four warps in ten calls, 0.91 at 4 x 16 of head_dim 128",
         SHORT_SEQUENCES,

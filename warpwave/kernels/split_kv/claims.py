@@ -9,9 +9,8 @@ from warpwave.kernels.arguments import padded
 from warpwave.kernels.split_kv.choice import (
     LARGEST_TILE,
     default,
-    fits_one_tile,
     fitting,
-    may_fit_one_tile,
+    is_one_tile,
     smallest_smem_bytes,
 )
 from warpwave.kernels.split_kv.config import Config, is_launched_ahead
@@ -68,7 +67,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         return []
-    if problem.seqlen_k <= LARGEST_TILE and fits_one_tile(problem) and may_fit_one_tile(problem, gpu):
+    if problem.seqlen_k <= LARGEST_TILE and is_one_tile(problem, gpu):
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
     asked = f"{queries} and {problem.seqlen_k} key{'s' * (problem.seqlen_k != 1)} a sequence"

@@ -245,19 +245,16 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     (2026-11-29-h200-short-gradients.json): 2.0 to 9.3 with 8 to 16 queries and keys, 1.5 to 3.1 with 25 and 32 up to
     head_dim 128, 1.4 to 2.4 with 48 to 64 up to head_dim 64; 0.6 to 0.8 with 48 to 64 at head_dim 80 to 128.
 
-    In `flash_bwd`, the block of a tile of keys walks all query heads of its kv head. If such blocks are fewer than the
-    SMs and walk more heads than were measured, this kernel stays: 0.6 is predicted for one sequence of 64 with 64 query
-    heads on one kv head.
+    Larger groups, masks and biases were not timed. In `flash_bwd`, the block of a tile of keys walks all query heads of
+    its kv head: 0.6 is predicted for one sequence of 64 with 64 query heads on one kv head.
     """
-    others = problem.packed or problem.mask_shape is not None or problem.bias_shape is not None
-    if others or problem.dtype == "float32":
-        return []
-    is_long_walk = problem.num_heads_q > LARGEST_GROUP * problem.num_heads_kv
-    if is_long_walk and problem.batch * problem.num_heads_kv < gpu.assumed_sms:
+    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+    is_wide = problem.num_heads_q > LARGEST_GROUP * problem.num_heads_kv
+    if is_masked or is_wide or problem.dtype == "float32":
         return []
     widest = max(problem.head_dim, problem.head_dim_v)
     size = 64 if widest <= 64 else 32 if widest <= 128 else 16
-    if max(problem.seqlen_q, problem.seqlen_k) > size:
+    if not rules.fits_one_tile(problem, size):
         return []
     return [f"at most {size} queries and keys at head_dim {widest}: flash_bwd, with one tile, is 1.4 to 9 x as fast"]
 
