@@ -54,11 +54,14 @@ class Config:
         dq: of the launch that owns `block_m` queries and walks keys; the launch of the bias has the same tile.
         dkv: of the launch that owns `block_n` keys and walks queries.
         split_dkv: whether dk and dv take a launch each: one product more, and half the accumulators of a thread.
+        joint: whether one launch with the tile `dq` computes every gradient; it must hold all queries and keys of a
+            sequence. `dkv` and `split_dkv` have no effect then.
     """
 
     dq: Tile
     dkv: Tile
     split_dkv: bool = False
+    joint: bool = False
 
 
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:

@@ -170,20 +170,32 @@ def flash_bwd_dbias_kernel(
                     dp = tl.where(kept, dp * dropout.scale, 0.0)
                 acc += score_gradient(p, dp, delta[:, None], True, True)
 
-    # Tiles that share a cell of the bias lie in the same place of acc, or in a row or column of it.
     rows = tile_m * BLOCK_M + first_rows
     keys = tile_n * BLOCK_N + first_keys
-    lines = tl.cast(line, tl.int64)
+    store_cells(dbias_ptr, acc, tl.cast(line, tl.int64), rows, keys, seqlen_q, seqlen_k, PER_QUERY, PER_KEY)
+
+
+@jit
+def store_cells(
+    dbias_ptr, acc, line, rows, keys, seqlen_q, seqlen_k, PER_QUERY: tl.constexpr, PER_KEY: tl.constexpr
+):  # fmt: skip
+    """Stores the gradient of a tile of the bias. Tiles that share a cell lie in the same place of `acc`, or in a row or
+    column of it.
+
+    Args:
+        acc: sums of dS, [BLOCK_M, BLOCK_N], float32.
+        line: batch item and head in `dbias`, int64.
+    """
     if PER_QUERY and PER_KEY:
-        offsets = (lines * seqlen_q + rows.to(tl.int64)[:, None]) * seqlen_k + keys[None, :]
+        offsets = (line * seqlen_q + rows.to(tl.int64)[:, None]) * seqlen_k + keys[None, :]
         inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
         tl.store(dbias_ptr + offsets, rounded(acc, dbias_ptr.dtype.element_ty), mask=inside)
     elif PER_QUERY:
         total = tl.sum(acc, 1)
-        tl.store(dbias_ptr + lines * seqlen_q + rows, rounded(total, dbias_ptr.dtype.element_ty), mask=rows < seqlen_q)
+        tl.store(dbias_ptr + line * seqlen_q + rows, rounded(total, dbias_ptr.dtype.element_ty), mask=rows < seqlen_q)
     elif PER_KEY:
         total = tl.sum(acc, 0)
-        tl.store(dbias_ptr + lines * seqlen_k + keys, rounded(total, dbias_ptr.dtype.element_ty), mask=keys < seqlen_k)
+        tl.store(dbias_ptr + line * seqlen_k + keys, rounded(total, dbias_ptr.dtype.element_ty), mask=keys < seqlen_k)
     else:
         total = tl.sum(tl.sum(acc, 1), 0)
-        tl.store(dbias_ptr + lines, rounded(total, dbias_ptr.dtype.element_ty))
+        tl.store(dbias_ptr + line, rounded(total, dbias_ptr.dtype.element_ty))

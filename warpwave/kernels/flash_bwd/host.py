@@ -51,6 +51,7 @@ from warpwave.kernels.flash_bwd.config import (
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
+from warpwave.kernels.flash_bwd.joint import flash_bwd_joint_kernel
 from warpwave.kernels.torch_products import keeps_float32
 from warpwave.operands import DIFFERENTIABLE, AnyOperands, differentiable
 from warpwave.problem import AttentionProblem, by_kind
@@ -264,6 +265,24 @@ def specify(
         # Two loops are measured with wgmma (docs/notes/backward.md), and not with tcgen05.
         return reads_shared_memory(gpu, owned) or two_loops(gpu, owned, width)
 
+    if config.joint:
+        tile, sums = config.dq, _sums_of_bias(outputs)
+        parts, *owners = (1, problem.batch, problem.num_heads_kv) if sums is None else sums.shape[:3]
+        written = {"DQ": dq, "DK": dk, "DV": dv, "DBIAS": sums, "DSLOPES": of_slopes, "DSINKS": of_sinks}
+        return (
+            one(
+                flash_bwd_joint_kernel, parts * math.prod(owners), tile, tile.block_m,
+                [*shared, *in_units(dq, dk, dv), problem.batch, *owners, *heads, parts],
+                {
+                    "HAS_GROUP": problem.num_heads_q > problem.num_heads_kv,
+                    "HAS_DLSE": dlse is not None,
+                    "HAS_SINKS": problem.has_sinks,
+                    "PER_QUERY": sums is not None and sums.shape[3] > 1,
+                    "PER_KEY": sums is not None and sums.shape[4] > 1,
+                    **{f"WRITE_{name}": t is not None for name, t in written.items()},
+                },
+            ),
+        )  # fmt: skip
     tile = config.dq
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.num_heads_q * problem.batch
     written = {"WRITE_DQ": dq, "WRITE_DSLOPES": of_slopes, "WRITE_DSINKS": of_sinks}
@@ -322,6 +341,8 @@ def _tensors(
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
     (out, lse), (dq, dk, dv, _dbias, statistics, of_slopes, of_sinks, _of_bias) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
+    if config.joint:
+        return [(*shared, dlse, sinks, dq, dk, dv, _sums_of_bias(outputs), of_slopes, of_sinks)]
     found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
     found += ((*shared, statistics, *pair) for pair in _launches_of_keys(config, dk, dv))
     if (sums := _sums_of_bias(outputs)) is not None:
