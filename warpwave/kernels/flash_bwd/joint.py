@@ -177,9 +177,6 @@ def flash_bwd_joint_kernel(
         row_begin, row_end, _, _, _ = key_ranges(
             0, seqlen_k - 1, seqlen_q, -high, -low, BLOCK_M, window.HAS_HIGH, window.HAS_LOW
         )
-        # These change nothing. Comparisons that depend on no item would be moved out of the loop, and fill registers.
-        key_end = tl.minimum(key_end, BLOCK_N + item)
-        row_end = tl.minimum(row_end, BLOCK_M + item)
         q_pointers = pointers_of(q_ptr, rows, dims, q_tensor.stride_m, q_tensor.stride_d)
         q = load_tiles(q_pointers, 0, rows, dims, row_begin, row_end, HEAD_DIM, CHECK_D)  # of [BLOCK_M, BLOCK_D]
         k_pointers = pointers_of(k_ptr, keys, dims, k_tensor.stride_m, k_tensor.stride_d)

@@ -100,8 +100,8 @@ def score_tile(
         scores = raw * scale
         scale = 1.0
     if rules.HAS_BIAS:
-        pointers = bias_ptr + rows.to(tl.int64) * rules.bias.stride_m + keys.to(tl.int64) * rules.bias.stride_n
-        bias = tl.load(pointers, mask=readable, other=float("-inf")).to(tl.float32)
+        offsets = rows.to(tl.int64) * rules.bias.stride_m + keys.to(tl.int64) * rules.bias.stride_n
+        bias = tl.load(bias_ptr + offsets, mask=readable, other=float("-inf")).to(tl.float32)
         scores = add_bias(scores, bias)
     if rules.HAS_ALIBI:
         scores -= slope_log2 * tl.abs(rows + key_offset - keys).to(tl.float32)
@@ -115,8 +115,8 @@ def score_tile(
         scores = tl.where(visible, scores * scale, float("-inf"))
         scale = 1.0
     if rules.HAS_MASK:
-        pointers = mask_ptr + rows.to(tl.int64) * rules.mask.stride_m + keys.to(tl.int64) * rules.mask.stride_n
-        shown = tl.load(pointers, mask=readable, other=0)
+        offsets = rows.to(tl.int64) * rules.mask.stride_m + keys.to(tl.int64) * rules.mask.stride_n
+        shown = tl.load(mask_ptr + offsets, mask=readable, other=0)
         scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, scale, derivative
 
