@@ -30,7 +30,7 @@ def of_queries(problem: AttentionProblem, block_m: int, block_n: int, widths: tu
     scores, width = visited * block_m * block_n, problem.head_dim + problem.head_dim_v
     cells = walks * scores * bytes_per_score(problem)
     once = size * (rows * (width + problem.head_dim) + keys * width) + rows * STATISTICS_BYTES
-    once += min(cells, _cell_bytes(problem))
+    once += min(cells, cell_bytes(problem))
     read = size * (rows * width + walks * visited * block_n * width) + 4 * rows + cells
     written = rows * (size * problem.head_dim + 4 * walks)
     return Cost(
@@ -76,7 +76,7 @@ def of_keys(
     rows, group = problem.rows * problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv
     read = size * width * (keys + visited * block_m) + STATISTICS_BYTES * visited * block_m + cells
     once = size * (width * (rows + keys) + keys * written) + rows * STATISTICS_BYTES
-    once += min(cells, _cell_bytes(problem))
+    once += min(cells, cell_bytes(problem))
     return Cost(
         blocks=-(-problem.seqlen_k // block_n) * problem.num_heads_kv * problem.batch,
         flops=2 * scores * (products[0] * widths[0] + products[1] * widths[1]),
@@ -131,7 +131,7 @@ def of_rows(blocks: int, read_bytes: int, write_bytes: int, scratch_bytes: int, 
     )
 
 
-def _cell_bytes(problem: AttentionProblem) -> int:
+def cell_bytes(problem: AttentionProblem) -> int:
     """Returns the bytes of the mask and the bias."""
     mask = 0 if problem.mask_shape is None else math.prod(problem.mask_shape)
     if problem.bias_shape is None:

@@ -132,6 +132,13 @@ def fits_one_tile(problem: AttentionProblem, size: int) -> bool:
     return not problem.packed and max(problem.seqlen_q, problem.seqlen_k) <= size
 
 
+def one_tile(problem: AttentionProblem) -> tuple[int, int]:
+    """Returns the tile that holds all queries and all keys of a sequence, of a packed call the longest: powers of two,
+    at least 16."""
+    rows, keys = (1 << (max(16, n) - 1).bit_length() for n in (problem.seqlen_q, problem.seqlen_k))
+    return rows, keys
+
+
 def changed(config: C, rows: Sequence[Rule[Callable[[C, Any], C]]], call: Any) -> C:
     """Returns the config after the changes of the rows, in their order."""
     for rule in rows:

@@ -17,6 +17,8 @@ from warpwave.workbench.verify.reference import Gradients
 ALL = (True,) * 6
 # Few tiles, for each costs the interpreter tens of milliseconds; queries and keys of a tile are told apart.
 SMALL = Config(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))
+# One tile holds any sequence of the tests, but for those that say otherwise.
+JOINT = Config(Tile(128, 128, 8, 1), Tile(128, 128, 8, 1), joint=True)
 CASE = replace(PLAIN, dims=(16, 24), heads=(2, 1), batch=1, lengths=(37, 40))
 
 

@@ -16,10 +16,9 @@ from tests.conformance.harness import DEVICE, bits
 from tests.conformance.test_gradients import BLIND, NAMES
 from tests.conformance.test_poison import Guards
 from tests.conformance.test_probes import retrieval
-from tests.kernels.flash_bwd.calls import ALL, CASE, SMALL, differentiate, flash_forward, forward
+from tests.kernels.flash_bwd.calls import ALL, CASE, JOINT, SMALL, differentiate, flash_forward, forward
 from warpwave.kernels import flash_bwd
 from warpwave.kernels.flash_bwd import Config, Tile, host
-from warpwave.kernels.flash_bwd.config import OF_16, OF_32
 from warpwave.operands import Operands
 from warpwave.workbench.verify import reference
 
@@ -59,6 +58,7 @@ ALONE: list[dict[str, Any]] = [
     {"dtype": "float32:bf16x6"},
 ]
 
+BOTH = pytest.mark.parametrize("config", [SMALL, JOINT], ids=["apart", "joint"])
 SAMPLE = [f for f in ALONE if {"scale", "dtype", "packed"} & f.keys()]  # what no other test has
 
 
@@ -79,8 +79,9 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("features", [pytest.param(f, marks=[] if f in SAMPLE else [FULL]) for f in ALONE], ids=str)
-def test_each_feature_alone(features: dict[str, Any]) -> None:
-    check(replace(CASE, **{"dtype": "float32:ieee", **features}), "sharp")
+@BOTH
+def test_each_feature_alone(features: dict[str, Any], config: Config) -> None:
+    check(replace(CASE, **{"dtype": "float32:ieee", **features}), "sharp", config)
 
 
 @pytest.mark.parametrize("dims", [(1, 1), (17, 33), (59, 40), (80, 96), (129, 129), (192, 128), (16, 200)], ids=str)
@@ -112,15 +113,18 @@ BOTH_AXES = [s for s in SHAPES if s[0] + s[1] == 3]
 
 
 @pytest.mark.parametrize("shape", [pytest.param(s, marks=[] if s in BOTH_AXES else [FULL]) for s in SHAPES], ids=str)
-def test_bias_of_any_shape(shape: tuple[int, ...]) -> None:
+@BOTH
+def test_bias_of_any_shape(shape: tuple[int, ...], config: Config) -> None:
     """Its gradient is summed over every axis that is broadcast."""
-    call = cases.build(replace(CASE, dtype="float16", causal="bottom_right", batch=2), "normal", DEVICE)
+    heads = (2, 2) if config.joint else CASE.heads
+    case = replace(CASE, dtype="float16", causal="bottom_right", batch=2, heads=heads)
+    call = cases.build(case, "normal", DEVICE)
     bias = torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(5), device=DEVICE)
     problem = replace(call.problem, bias_shape=shape, bias_dtype="float32")
     call = with_operands(call, bias=bias)._replace(problem=problem)
     dout, _ = upstream(call)
     expected = backward_references(problem, call.operands, dout, None)
-    found = differentiate(call, dout, None, (False, False, False, True, False, False))
+    found = differentiate(call, dout, None, (False, False, False, True, False, False), config)
     verdict = judge_backward(problem, expected, found)
     assert found.dbias is not None and found.dbias.shape == shape
     # A bias without an axis of keys changes no probability: its gradient cancels to 0, which has no scale.
@@ -128,27 +132,47 @@ def test_bias_of_any_shape(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 4, 10])
-def test_parts_of_a_gradient_of_a_bias_sum_all_batch_items_once(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+@BOTH
+def test_parts_of_a_gradient_of_a_bias_sum_all_batch_items_once(
+    monkeypatch: pytest.MonkeyPatch, parts: int, config: Config
+) -> None:
     """Ten items: all in one part, parts of two and three, and of one."""
     monkeypatch.setattr(host, "parts_of_bias", lambda *_: parts)
-    call = cases.build(replace(CASE, dtype="float16", lengths=(20, 40), batch=5, heads=(2, 1)), "normal", DEVICE)
+    heads = (2, 2) if config.joint else (2, 1)
+    call = cases.build(replace(CASE, dtype="float16", lengths=(20, 40), batch=5, heads=heads), "normal", DEVICE)
     bias = torch.randn(1, 1, 20, 40, generator=torch.Generator(DEVICE).manual_seed(5), device=DEVICE)
     problem = replace(call.problem, bias_shape=(1, 1, 20, 40), bias_dtype="float32")
     call = with_operands(call, bias=bias)._replace(problem=problem)
     dout, _ = upstream(call)
+    wanted = (True, True, True, True, False, False)
     expected = backward_references(problem, call.operands, dout, None)
-    found = differentiate(call, dout, None, (False, False, False, True, False, False))
+    found = differentiate(call, dout, None, wanted, config)
     verdict = judge_backward(problem, expected, found)
     assert verdict.passed, str(verdict)
-    assert bits(found.dbias) == bits(differentiate(call, dout, None, (False, False, False, True, False, False)).dbias)
+    assert bits(*found[:4]) == bits(*differentiate(call, dout, None, wanted, config)[:4])
 
 
-@pytest.mark.parametrize("tile", [OF_16, OF_32], ids=str)
+@pytest.mark.parametrize("tile", [(16, 16, 1), (32, 32, 2), (64, 64, 4), (16, 128, 4), (128, 32, 4)], ids=str)
 @pytest.mark.parametrize("change", [{}, {"causal": "bottom_right"}, {"softcap": 15.0, "sinks": True}], ids=str)
-def test_sequences_in_one_tile(tile: Tile, change: dict[str, Any]) -> None:
-    lengths = (tile.block_m - 3, tile.block_n - 1)
-    case = replace(CASE, dtype="float16", lengths=lengths, batch=3, heads=(2, 1), **change)
-    check(case, "normal", Config(tile, tile))
+def test_sequences_in_one_tile(tile: tuple[int, int, int], change: dict[str, Any]) -> None:
+    of_all = Tile(*tile, 1)
+    for lengths in ((of_all.block_m - 3, of_all.block_n - 1), (of_all.block_m, of_all.block_n)):
+        case = replace(CASE, dtype="float16", lengths=lengths, batch=3, heads=(2, 1), **change)
+        check(case, "normal", Config(of_all, of_all, joint=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({}, "must hold all queries and keys of a sequence, 37 x 40"),
+        ({"bias": "heads", "lengths": (20, 30)}, "no bias beside grouped heads"),
+    ],
+    ids=str,
+)
+def test_a_joint_launch_refuses_what_its_block_cannot_add_up(change: dict[str, Any], error: str) -> None:
+    call, tile = cases.build(replace(CASE, **change), "normal", DEVICE), Tile(32, 64, 4, 1)
+    with pytest.raises(ValueError, match=error):
+        flash_bwd.bind(call.problem, harness.GPU, call.operands, ALL, Config(tile, tile, joint=True))
 
 
 WANTED = [tuple(i == j for j in range(6)) for i in range(6)] + [
@@ -160,16 +184,17 @@ WANTED = [tuple(i == j for j in range(6)) for i in range(6)] + [
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float32:ieee", marks=FULL)])
-def test_some_gradients_alone(dtype: str) -> None:
+@BOTH
+def test_some_gradients_alone(dtype: str, config: Config) -> None:
     """Each gradient is the same, bit for bit, whichever others are wanted, which are None, and in every repeat."""
     case = replace(CASE, dtype=dtype, bias="heads", alibi="heads", sinks=True, heads=(1, 1), lengths=(20, 33))
     call = cases.build(case, "normal", DEVICE)
     dout, dlse = upstream(call)
-    whole = differentiate(call, dout, dlse)
-    assert bits(*differentiate(call, dout, dlse)) == bits(*whole)
+    whole = differentiate(call, dout, dlse, config=config)
+    assert bits(*differentiate(call, dout, dlse, config=config)) == bits(*whole)
     for wanted in WANTED:
         for want, name, one, expected in zip(
-            wanted, NAMES, differentiate(call, dout, dlse, wanted), whole, strict=True
+            wanted, NAMES, differentiate(call, dout, dlse, wanted, config), whole, strict=True
         ):
             assert (bits(one) == bits(expected)) if want else one is None, (wanted, name)
 
@@ -181,12 +206,13 @@ def test_gradients_of_absent_operands_are_none() -> None:
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("bshd", "one item for all")])
-def test_layouts_of_operands(layout: str, packed: bool) -> None:
+@BOTH
+def test_layouts_of_operands(layout: str, packed: bool, config: Config) -> None:
     call = cases.build(replace(CASE, layout=layout, packed=packed, heads=(2, 2), lengths=(20, 33)), "normal", DEVICE)
     dout, dlse = upstream(call)
     q, k, v = (x.contiguous() for x in call.operands[:3])
-    found = differentiate(call, dout, dlse)
-    assert bits(*found) == bits(*differentiate(with_operands(call, q=q, k=k, v=v), dout, dlse))
+    found = differentiate(call, dout, dlse, config=config)
+    assert bits(*found) == bits(*differentiate(with_operands(call, q=q, k=k, v=v), dout, dlse, config=config))
     assert all(grad.is_contiguous() for grad in found[:3])
 
 
@@ -213,7 +239,8 @@ def test_layouts_of_what_arrives() -> None:
 
 @pytest.mark.parametrize(("dtype", "sinks"), [("float16", True), ("float32:ieee", False)])
 @pytest.mark.parametrize("blind", BLIND)
-def test_rows_that_see_nothing(blind: str, dtype: str, sinks: bool) -> None:
+@BOTH
+def test_rows_that_see_nothing(blind: str, dtype: str, sinks: bool, config: Config) -> None:
     """Their dq is 0, and NaN in them or in what arrives there has no effect on any gradient."""
     case = replace(CASE, dtype=dtype, sinks=sinks, heads=(1, 1), **BLIND[blind])
     call = cases.build(case, "normal", DEVICE)
@@ -221,13 +248,13 @@ def test_rows_that_see_nothing(blind: str, dtype: str, sinks: bool) -> None:
     unseen = ~(torch.cat(seen) if call.problem.packed else torch.stack(seen))
     assert unseen.any()
     dout, dlse = upstream(call)
-    expected = differentiate(call, dout, dlse)
+    expected = differentiate(call, dout, dlse, config=config)
     assert expected.dq[unseen].eq(0).all()
     q, dout_with_nan = call.operands.q.clone(), dout.clone()
     q[unseen] = dout_with_nan[unseen] = torch.nan
     results = forward(call)
     poisoned = with_operands(call, q=q)
-    assert bits(*differentiate(poisoned, dout_with_nan, dlse, results=results)) == bits(*expected)
+    assert bits(*differentiate(poisoned, dout_with_nan, dlse, config=config, results=results)) == bits(*expected)
 
 
 HIDDEN: dict[str, dict[str, Any]] = {
@@ -243,17 +270,20 @@ HIDDEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", torch.inf), ("float32:ieee", torch.nan)])
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_keys_that_no_query_sees_may_hold_anything(hidden: str, dtype: str, value: float) -> None:
+@BOTH
+def test_keys_that_no_query_sees_may_hold_anything(hidden: str, dtype: str, value: float, config: Config) -> None:
+    if config.joint and max(HIDDEN[hidden].get("lengths", (0,))) > config.dq.block_n:
+        pytest.skip("no tile holds the sequence")
     call = cases.build(replace(CASE, dtype=dtype, heads=(1, 1), **HIDDEN[hidden]), "normal", DEVICE)
     shown = [rows.any(1).T for rows in harness.visible(call)]  # [keys, heads] each
     unseen = ~(torch.cat(shown) if call.problem.packed else torch.stack(shown))
     assert unseen.any()
     dout, dlse = upstream(call)
     results = forward(call)
-    expected = differentiate(call, dout, dlse, results=results)
+    expected = differentiate(call, dout, dlse, config=config, results=results)
     k, v = call.operands.k.clone(), call.operands.v.clone()
     k[unseen] = v[unseen] = value
-    found = differentiate(with_operands(call, k=k, v=v), dout, dlse, results=results)
+    found = differentiate(with_operands(call, k=k, v=v), dout, dlse, config=config, results=results)
     assert bits(*found) == bits(*expected)
     assert found.dk[unseen].eq(0).all() and found.dv[unseen].eq(0).all()
 
@@ -293,16 +323,18 @@ def test_no_batch() -> None:
     assert [grad.shape for grad in differentiate(call, q.new_zeros(0, 37, 2, 24))[:3]] == [q.shape, k.shape, v.shape]
 
 
-def test_tokens_of_no_sequence_get_zeros() -> None:
+@BOTH
+def test_tokens_of_no_sequence_get_zeros(config: Config) -> None:
     call = cases.build(replace(CASE, packed=True, batch=3), "normal", DEVICE)
     dout, dlse = upstream(call)
     cu_seqlens_q, cu_seqlens_k = (torch.minimum(t, t[-1] - 9) for t in call.operands[-2:])
     call = with_operands(call, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    found = differentiate(call, dout, dlse)
+    found = differentiate(call, dout, dlse, config=config)
     assert all(grad[-9:].eq(0).all() and not grad.isnan().any() for grad in found[:3])
 
 
-def test_any_numbers_as_offsets_stay_inside_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_any_numbers_as_offsets_stay_inside_the_tensors(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
     call = cases.build(replace(CASE, packed=True, batch=3, sinks=True, alibi="batch", heads=(1, 1)), "normal", DEVICE)
     dout, dlse = upstream(call)
     results = forward(call)
@@ -314,7 +346,7 @@ def test_any_numbers_as_offsets_stay_inside_the_tensors(monkeypatch: pytest.Monk
         operands = call.operands._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens.flip(0))
         placed = Operands(*(None if t is None else guards.place(t) for t in operands))
         given = [guards.place(t) for t in (*results, dout, dlse)]
-        differentiate(call._replace(operands=placed), given[2], given[3], results=(given[0], given[1]))
+        differentiate(call._replace(operands=placed), given[2], given[3], results=(given[0], given[1]), config=config)
         guards.assert_intact()
         guards.buffers.clear()
 
@@ -322,27 +354,34 @@ def test_any_numbers_as_offsets_stay_inside_the_tensors(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "features", [{"mask": "full", "bias": "full", "alibi": "batch"}, {"packed": True, "batch": 3}], ids=str
 )
-def test_inputs_and_guards_stay_as_they_were(features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    call = cases.build(replace(CASE, sinks=True, dims=(17, 40), **features), "normal", DEVICE)
+@BOTH
+def test_inputs_and_guards_stay_as_they_were(
+    features: dict[str, Any], monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
+    heads = (2, 2) if config.joint else CASE.heads
+    call = cases.build(replace(CASE, sinks=True, dims=(17, 40), heads=heads, **features), "normal", DEVICE)
     (out, lse), (dout, dlse) = forward(call), upstream(call)
     guards = Guards()
     operands = Operands(*(None if t is None else guards.place(t) for t in call.operands))
     given = [guards.place(t) for t in (out, lse, dout, dlse)]
     with monkeypatch.context() as patch:
         guards.watch(patch)
-        found = differentiate(call._replace(operands=operands), given[2], given[3], results=(given[0], given[1]))
+        found = differentiate(
+            call._replace(operands=operands), given[2], given[3], results=(given[0], given[1]), config=config
+        )
     guards.assert_intact()
     assert bits(*operands, *given) == bits(*call.operands, out, lse, dout, dlse)
-    assert bits(*found) == bits(*differentiate(call, dout, dlse, results=(out, lse)))
+    assert bits(*found) == bits(*differentiate(call, dout, dlse, results=(out, lse), config=config))
 
 
-def test_not_finite_in_one_head_stays_there() -> None:
+@BOTH
+def test_not_finite_in_one_head_stays_there(config: Config) -> None:
     call = cases.build(replace(CASE, heads=(4, 2), batch=2, lengths=(20, 33)), "normal", DEVICE)
     dout, dlse = upstream(call)
-    clean = differentiate(call, dout, dlse)
+    clean = differentiate(call, dout, dlse, config=config)
     v = call.operands.v.clone()
     v[1, 3, 1, 2] = torch.nan
-    found = differentiate(with_operands(call, v=v), dout, dlse)
+    found = differentiate(with_operands(call, v=v), dout, dlse, config=config)
     assert found.dq[1, :, 2:].isnan().any(-1).all() and found.dk[1, 3, 1].isnan().all()
     for got, expected, heads in zip(found[:3], clean[:3], (2, 1, 1), strict=True):
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1, :, :heads], expected[1, :, :heads])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +22,7 @@ from warpwave.kernels.rules import (
     TWO_TILES,
     Rule,
     by_width,
-    fits_one_tile,
+    one_tile,
 )
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -64,6 +65,26 @@ class Config:
     joint: bool = False
 
 
+def adds_up(problem: AttentionProblem) -> bool:
+    """Returns whether one block of a joint launch can add up every gradient: not of a bias beside grouped heads, whose
+    sums run over different heads."""
+    return problem.bias_shape is None or problem.num_heads_q == problem.num_heads_kv
+
+
+def check(problem: AttentionProblem, config: Config) -> None:
+    """Raises ValueError if the config cannot compute the gradients of the problem."""
+    if not config.joint:
+        return
+    tile = config.dq
+    if problem.seqlen_q > tile.block_m or problem.seqlen_k > tile.block_n:
+        raise ValueError(
+            f"config has a joint launch with a tile of {tile.block_m} x {tile.block_n}; it must hold all queries and "
+            f"keys of a sequence, {problem.seqlen_q} x {problem.seqlen_k}"
+        )
+    if not adds_up(problem):
+        raise ValueError("config has a joint launch, which takes no bias beside grouped heads; joint must be False")
+
+
 def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
     """Returns the arithmetic of products: that of the forward, but bf16x6 for a call that names bf16x3, because
     gradients must be as accurate as float32 products (tests/conformance/gates.py)."""
@@ -76,6 +97,8 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
+    if config.joint:
+        return smem_of_joint(problem, gpu, config.dq)
     return max(smem_of_tile(problem, gpu, config.dq, False), smem_of_tile(problem, gpu, config.dkv, True))
 
 
@@ -115,6 +138,15 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
     return size * owned * sum(widths) + arriving + beside + 2 * size * score + 2 * 1024
 
 
+def smem_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
+    """Returns `smem_bytes` of the joint launch: its operands, P and dS, and with a mask or bias its cells, and the
+    operands once more."""
+    size, score = DTYPE_BYTES[problem.dtype], tile.block_m * tile.block_n
+    operands = size * (tile.block_m + tile.block_n) * sum(total_widths(problem, gpu, tile.block_m))
+    has_mask = problem.mask_shape is not None or problem.bias_shape is not None
+    return (1 + has_mask) * operands + score * (2 * size + bytes_per_score(problem)) + 1024
+
+
 def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
     """Returns the part of `smem_of_tile` that launches usually need on NVIDIA GPUs: the owned operands, and the walked
     tiles in flight, with `mma` all but the one in registers. Without float32 parts they compile to that."""
@@ -125,6 +157,9 @@ def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool
 
 
 BLOCKS_PER_SM = 4
+LARGEST_TILE = (
+    4096  # scores of a joint launch's tile on Hopper: 128 x 128 takes 0.9 to 1.6 of the time of launches apart
+)
 
 
 def parts_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -141,10 +176,14 @@ def parts_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the default first, then every config that differs from it in the tile of one launch."""
+    """Returns the default first, then every config that differs from it in the tile of one launch, or if it is joint in
+    the warps."""
     first = default(problem, gpu)
     if first is None:
         return []
+    if first.joint:
+        tiles = [replace(first.dq, num_warps=warps) for warps in (1, 2, 4, 8)]
+        return [first, *(Config(tile, tile, joint=True) for tile in tiles if tile != first.dq)]
     others = [replace(first, dq=tile) for tile in fitting(problem, gpu, False)]
     others += [replace(first, dkv=tile) for tile in fitting(problem, gpu, True)]
     return [first, *(c for c in others if c != first)]
@@ -153,6 +192,8 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """Returns the config used for the gradients of a problem; None if no config fits."""
     table = of_table(problem, gpu)
+    if table.joint:
+        return table
     tiles = [_fitted(problem, gpu, tile, owns) for tile, owns in ((table.dq, False), (table.dkv, True))]
     return None if tiles[0] is None or tiles[1] is None else Config(tiles[0], tiles[1], table.split_dkv)
 
@@ -187,7 +228,7 @@ def fitting(problem: AttentionProblem, gpu: Gpu, owns_keys: bool) -> list[Tile]:
 @cache
 def space() -> list[Tile]:
     """Returns every candidate."""
-    return [OF_16, OF_32] + [
+    return [
         Tile(block_m, block_n, num_warps, num_stages)
         for block_m in (16, 32, 64, 128)
         for block_n in (16, 32, 64, 128)
@@ -211,44 +252,44 @@ class Call:
         self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
 
-    def fits(self, size: int) -> bool:
-        """Returns whether all queries and keys of a sequence fit a tile of this size, of a dense call without mask or
-        bias, on other cards than RDNA, whose warps lack the registers (0.5 to 5 KB of spills)."""
-        return not (self.is_masked or self.gpu.is_rdna) and fits_one_tile(self.problem, size)
+    def fits(self, scores: int) -> bool:
+        """Returns whether the joint launch can run with a tile of at most so many scores."""
+        return adds_up(self.problem) and math.prod(one_tile(self.problem)) <= scores
 
 
-SHORT_SEQUENCES = "2026-11-29-h200-short-gradients.json"
-# Tiles of 16 rows a warp. No other launch has so few warps.
-OF_16, OF_32 = Tile(16, 16, 1, 2), Tile(32, 32, 2, 2)
+def _joint(call: Call) -> Config:
+    """Returns the joint launch with the tile of a sequence."""
+    rows, keys = one_tile(call.problem)
+    scores, width = rows * keys, max(call.problem.head_dim, call.problem.head_dim_v)
+    few = scores <= 1024 if width <= 64 and call.is_hopper else scores <= 256
+    two = scores <= 1024 or (width <= 32 and not call.is_masked)
+    tile = Tile(rows, keys, 1 if few else 2 if two else 4, 1)
+    return Config(tile, tile, joint=True)
+
+
+JOINT = "2026-11-29-h200-joint-gradients.json"
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
-RULES: tuple[Rule[Config], ...] = (
+RULES: tuple[Rule[Any], ...] = (
     Rule(
-        "Hopper, at most 16 queries and 16 keys, 16 bits, or float32 up to head_dim 64",
-        lambda c: c.is_hopper and (c.is_16_bit or c.bucket == 0) and c.fits(16),
-        (Config(OF_16, OF_16),),
-        "2.2 to 8.1 times as fast as the tiles of longer sequences in eight calls, float32 3.4 times in one",
-        SHORT_SEQUENCES,
+        "Hopper, a tile of at most 16 x 16 holds a sequence, 16 bits, or float32 up to head_dim 64",
+        lambda c: c.is_hopper and (c.is_16_bit or c.bucket == 0) and c.fits(256),
+        (_joint,),
+        "1.3 to 2.7 times as fast as separate launches with the same tile in six calls, float32 1.4 times in one",
+        JOINT,
     ),
     Rule(
-        "Hopper, at most 32 queries and 32 keys, 16 bits, head_dim up to 128",
-        lambda c: c.is_hopper and c.is_16_bit and c.bucket < 2 and c.fits(32),
-        (Config(OF_32, OF_32),),
-        "2.1 to 3.1 times as fast as the tiles of longer sequences in five calls",
-        SHORT_SEQUENCES,
+        "Hopper, a tile of at most 64 x 64 or as many scores holds a sequence, 16 bits, head_dim up to 128",
+        lambda c: c.is_hopper and c.is_16_bit and c.bucket < 2 and c.fits(LARGEST_TILE),
+        (_joint,),
+        "1.2 to 2.2 times as fast as separate launches with tiles of 32 x 32 or 64 x 64 in eight calls",
+        JOINT,
     ),
     Rule(
-        "other NVIDIA cards and AMD CDNA, at most 16 queries and 16 keys, 16 bits, head_dim up to 64",
-        lambda c: c.is_16_bit and c.bucket == 0 and c.fits(16),
-        (Config(OF_16, OF_16),),
-        "predicted on six cards: 1.4 to 12 times as fast as the tiles of longer sequences",
+        "other NVIDIA cards and AMD CDNA, a tile of at most 32 x 32 holds a sequence, 16 bits, head_dim up to 64",
+        lambda c: not c.gpu.is_rdna and c.is_16_bit and c.bucket == 0 and c.fits(1024),
+        (_joint,),
+        "predicted",
         "short_sequences.md",
-    ),
-    Rule(
-        "Hopper, at most 64 queries and 64 keys, 16 bits, head_dim up to 64",
-        lambda c: c.is_hopper and c.is_16_bit and c.bucket == 0 and c.fits(64),
-        (Config(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),),
-        "1.2 to 1.9 times as fast as with three stages in nine calls",
-        SHORT_SEQUENCES,
     ),
     Rule(
         "float32, NVIDIA with mma and 163 KiB of shared memory, head_dim up to 64",
@@ -417,14 +458,15 @@ rule_of_masks = rules.chooser(RULES_OF_MASKS, Call)
 
 def rows_of(problem: AttentionProblem, gpu: Gpu) -> list[Rule[Any]]:
     """Returns the rows that choose the default config: of `RULES`, and of `RULES_OF_MASKS` for a mask or bias."""
-    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
-    return [rule_of(problem, gpu), *([rule_of_masks(problem, gpu)] if is_masked else ())]
+    is_masked, first = problem.mask_shape is not None or problem.bias_shape is not None, rule_of(problem, gpu)
+    return [first, *([rule_of_masks(problem, gpu)] if is_masked and first.choices != (_joint,) else ())]
 
 
 def of_table(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the config that the tables choose, whether or not it fits shared memory."""
     first, *changes = rows_of(problem, gpu)
-    return rules.changed(first.choices[0], changes, None)
+    config = first.choices[0]
+    return rules.changed(config(Call(problem, gpu)) if callable(config) else config, changes, None)
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:

@@ -19,9 +19,17 @@ from warpwave.kernels.cost import (
     odd_rows,
     waits_for_memory,
 )
-from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, parts_of_bias, smem_in_use, smem_of_tile
-from warpwave.kernels.gradient_costs import of_keys, of_queries, of_zeros
-from warpwave.problem import AttentionProblem
+from warpwave.kernels.flash_bwd.config import (
+    Config,
+    Tile,
+    arithmetic_of,
+    parts_of_bias,
+    smem_in_use,
+    smem_of_joint,
+    smem_of_tile,
+)
+from warpwave.kernels.gradient_costs import cell_bytes, keys_of, of_keys, of_queries, of_zeros
+from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 LAUNCHES_OF_KEYS = {  # split_dkv -> (products, those that an earlier launch has computed) of each launch
     False: (((2, 2), (0, 0)),),
@@ -33,15 +41,22 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """Returns what the launches of dq, dk and dv move and compute: whole tiles, padding included.
 
     There are seven products: S, dP and dQ in the first launch, S, dP, dV and dK in the second. If dk and dv take a
-    launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products.
+    launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products. A joint
+    launch computes five.
     """
+    if config.joint:
+        return in_turn([*_zeros(problem), _joint(problem, gpu, config.dq)], workspace_bytes=0)
     rows = problem.rows * problem.num_heads_q
-    # Some tokens of a packed call may belong to no sequence.
-    parts = [of_zeros(problem, launches=3)] if problem.packed else []
+    parts = _zeros(problem)
     parts.append(_of_queries(problem, gpu, config.dq))
     for products, repeats in LAUNCHES_OF_KEYS[config.split_dkv]:
         parts.append(_of_keys(problem, gpu, config.dkv, products, repeats))
     return in_turn(parts, workspace_bytes=8 * rows)
+
+
+def _zeros(problem: AttentionProblem) -> list[Cost]:
+    """Returns the cost of zeros in the gradients of packed tokens, of which some may belong to no sequence."""
+    return [of_zeros(problem, launches=3)] if problem.packed else []
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -53,6 +68,10 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     batch, heads, rows, keys = problem.bias_shape
     cells = batch * heads * rows * keys
     parts = parts_of_bias(problem, gpu, config)
+    if config.joint:  # the launch adds up dS in registers
+        sums = 4 * cells * parts if parts > 1 else 0
+        written = cells * bytes_per_score(problem)
+        return Cost(0, 0, 0, sums, written + sums, first_bytes=written, scratch_bytes=2 * sums, launches=int(parts > 1))
     blocks = parts * batch * heads * -(-rows // tile.block_m) * -(-keys // tile.block_n)
     flops, sums = walk.repeated_flops, 4 * cells * parts if parts > 1 else 0
     return replace(
@@ -65,6 +84,29 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         scratch_bytes=walk.scratch_bytes + sums,
         write_bytes=cells * bytes_per_score(problem) + sums,
         first_bytes=walk.first_bytes + cells * bytes_per_score(problem),
+    )
+
+
+def _joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
+    """Returns the cost of the launch of every gradient, which reads and writes rows once and no row of padding."""
+    widths = total_widths(problem, gpu, tile.block_m)
+    walk = of_keys(problem, tile.block_m, tile.block_n, widths)
+    size, rows, keys = DTYPE_BYTES[problem.dtype], problem.rows * problem.num_heads_q, keys_of(problem)
+    width, group = problem.head_dim + problem.head_dim_v, problem.num_heads_q // problem.num_heads_kv
+    cells = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k * bytes_per_score(problem)
+    written = size * (rows * problem.head_dim + keys * width)
+    once = size * (rows + keys) * width + written
+    return replace(
+        _with_tile(walk, problem, gpu, tile, True),
+        flops=walk.flops + 2 * walk.steps * tile.block_m * tile.block_n * widths[0],
+        read_bytes=size * (rows + group * keys) * width + cells,
+        write_bytes=written,
+        first_bytes=once + min(cells, cell_bytes(problem)),
+        smem_bytes=smem_of_joint(problem, gpu, tile),
+        smem_margin=0,
+        far=1.0,
+        registers=gpu.registers_per_thread or 255,
+        loop="joint",
     )
 
 

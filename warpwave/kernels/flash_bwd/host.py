@@ -43,6 +43,7 @@ from warpwave.kernels.flash_bwd.config import (
     Config,
     Tile,
     arithmetic_of,
+    check,
     fitting,
     parts_of_bias,
     smem_bytes,
@@ -100,11 +101,15 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
         operands: tensors of the shapes, strides and alignment of those that `run` takes.
         wanted: which gradients are wanted, of q, k, v, bias, alibi_slopes and sinks.
 
+    Raises:
+        ValueError: the config cannot compute them.
+
     Returns:
         `run(operands, results, dout, dlse)`: the gradients of sum(out * dout) + sum(lse * dlse), each contiguous, in
         the shape and dtype of its operand, None if not wanted. `results` are out and lse of any exact forward
         kernel; out and dout have any strides. It compiles when a layout of out and dout first occurs.
     """
+    check(problem, config)
     wanted = [want and t is not None for want, t in zip(wanted, differentiable(operands), strict=True)]
     if _is_empty(problem):
         return lambda operands, results, dout, dlse: _of_nothing(problem, operands, results[1], dlse, wanted)

@@ -8,8 +8,8 @@ dS of all pairs in registers:
 That is five products and one launch, where separate owners of queries and keys take seven and two. The statistics of
 each row come from its scores, so neither out nor the log-sum-exp of the forward is read.
 
-If the gradient of a bias is wanted, a block owns a cell of the bias's batch items and heads, or a part of the items that
-read it. It walks these in a fixed order and adds up their dS in registers.
+If the gradient of a bias is wanted, a block owns a batch item and head of the bias, or a part of the items and heads
+that read it. It walks these in a fixed order and adds up their dS in registers.
 
 Bound: memory bandwidth.
 """
@@ -184,7 +184,9 @@ def flash_bwd_joint_kernel(
         v = pointers_of(v_ptr, keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
         v = load_tiles(v, 0, keys, dims_v, key_begin, key_end, HEAD_DIM_V, CHECK_DV)  # of [BLOCK_N, BLOCK_DV]
         dout_pointers = pointers_of(dout_ptr, rows, dims_v, dout_tensor.stride_m, 1)
-        dout = load_tiles(dout_pointers, 0, rows, dims_v, row_begin, row_end, HEAD_DIM_V, CHECK_DV)  # of [BLOCK_M, BLOCK_DV]
+        dout = load_tiles(
+            dout_pointers, 0, rows, dims_v, row_begin, row_end, HEAD_DIM_V, CHECK_DV
+        )  # of [BLOCK_M, BLOCK_DV]
 
         q_parts = operands(q, PRECISION, IS_NVIDIA)
         k_parts = operands(k, PRECISION, IS_NVIDIA)

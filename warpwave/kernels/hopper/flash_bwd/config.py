@@ -235,28 +235,28 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 LARGEST_GROUP = 4  # query heads of a kv head in the calls that `outrun` is measured with
+LARGEST_TILE = 4096  # scores of the largest tile of flash_bwd's joint launch
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why `flash_bwd` is faster: all queries and keys of a sequence fit a tile, of which an SM runs many at
-    once.
+    """Returns why `flash_bwd` is faster: one tile of its joint launch holds a sequence, and an SM runs many at once.
 
-    Times of this kernel over those of `flash_bwd` on an H200, in 27 calls with up to four query heads a kv head
-    (2026-11-29-h200-short-gradients.json): 2.0 to 9.3 with 8 to 16 queries and keys, 1.5 to 3.1 with 25 and 32 up to
-    head_dim 128, 1.4 to 2.4 with 48 to 64 up to head_dim 64; 0.6 to 0.8 with 48 to 64 at head_dim 80 to 128.
+    Times of this kernel over those of that launch on an H200 (2026-11-29-h200-short-gradients.json,
+    2026-11-29-h200-joint-gradients.json): 5 to 12 with 8 to 16 queries and keys, 2.3 to 4.7 with 20 to 32 up to
+    head_dim 128, 6 with a mask, 1.1 to 2.6 with 48 to 64; 2 with the gradient of a bias. Tiles of 128 x 128 are slower.
 
-    Larger groups, masks and biases were not timed. In `flash_bwd`, the block of a tile of keys walks all query heads of
-    its kv head: 0.6 is predicted for one sequence of 64 with 64 query heads on one kv head.
+    Larger groups were not timed. A block of that launch walks all query heads of its kv head: 0.6 is predicted for one
+    sequence of 64 with 64 query heads on one kv head.
     """
-    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
     is_wide = problem.num_heads_q > LARGEST_GROUP * problem.num_heads_kv
-    if is_masked or is_wide or problem.dtype == "float32":
+    # The launch cannot add up the gradients of a bias beside grouped heads.
+    is_apart = problem.bias_shape is not None and problem.num_heads_q != problem.num_heads_kv
+    if is_wide or is_apart or problem.dtype == "float32":
         return []
-    widest = max(problem.head_dim, problem.head_dim_v)
-    size = 64 if widest <= 64 else 32 if widest <= 128 else 16
-    if not rules.fits_one_tile(problem, size):
+    widest, (rows, keys) = max(problem.head_dim, problem.head_dim_v), rules.one_tile(problem)
+    if rows * keys > (LARGEST_TILE if widest <= 128 else 256):
         return []
-    return [f"at most {size} queries and keys at head_dim {widest}: flash_bwd, with one tile, is 1.4 to 9 x as fast"]
+    return [f"a tile of {rows} x {keys} holds a sequence: flash_bwd's joint launch is 1.1 to 12 times as fast"]
 
 
 def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
