@@ -135,7 +135,17 @@ def flash_bwd_joint_kernel(
     dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
-    for item in range(item_begin, item_end):
+    WALKS: tl.constexpr = HAS_GROUP or WRITE_DBIAS
+    # The compiler drops a loop from 0 to 1. It would move addresses and conditions that no item changes out of a real
+    # loop, and they would fill the registers; so rows and keys depend on the item, by the sign of a positive number.
+    num_items = 1
+    if WALKS:
+        num_items = item_end - item_begin
+    for i in range(num_items):
+        item = item_begin + i
+        if WALKS:
+            rows = tl.arange(0, BLOCK_M) + (item >> 31)
+            keys = tl.arange(0, BLOCK_N) + (item >> 31)
         batch = (first_batch + item // heads).to(tl.int64)
         head = (first_head + item % heads).to(tl.int64)
         kv_head = head // group_size
