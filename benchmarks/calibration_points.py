@@ -78,6 +78,8 @@ class Point:
 
 def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
+    if "joint-gradients" in path.name:
+        return list(_of_joint_launch(json.loads(path.read_text(encoding="utf-8"))["joint launch of flash_bwd"]))
     if path.suffix == ".json":
         return list(_of_paired_gradients(json.loads(path.read_text(encoding="utf-8"))))
     if "decode-large-heads" in path.name:
@@ -184,6 +186,29 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
         config = modules[kernel].default(problem, _H200)
         if not _is_replaced(modules[kernel], problem, config, date, us):
             yield Point(modules[kernel], config, problem, us, True, f"{case} {kernel}", True)
+
+
+def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
+    """Reads configs of the joint launch of flash_bwd, of calls without documents and without a gradient of a bias."""
+    for m in lines:
+        row = gradients.Row(**m["row"])
+        if row.documents or row.beside == "trained bias":
+            continue
+        keys, (heads, kv_heads) = row.keys or row.seqlen, row.num_heads
+        problem = AttentionProblem(
+            batch=row.batch, seqlen_q=row.seqlen, seqlen_k=keys, num_heads_q=heads, num_heads_kv=kv_heads,
+            head_dim=row.head_dim, head_dim_v=row.dim_v, dtype=row.dtype, softmax_scale=row.head_dim**-0.5,
+            causal=Causal() if row.causal else None,
+            mask_shape=(row.batch, 1, 1, keys) if row.beside == "padding" else None,
+            bias_shape=(1, heads, row.seqlen, keys) if row.beside == "bias" else None,
+            bias_dtype=row.dtype if row.beside == "bias" else None,
+        )  # fmt: skip
+        for name, ms in m["ms"].items():
+            if found := re.match(r"joint (\d+)x(\d+)w(\d+)$", name):
+                tile = flash_bwd.Tile(*map(int, found.groups()), 1)
+                config = flash_bwd.Config(tile, tile, joint=True)
+                us = 1e3 * median(ms)
+                yield Point(flash_bwd, config, saving_of(problem), us, True, f"{m['case']} {name}", True)
 
 
 def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str, us: float) -> bool:

@@ -139,6 +139,12 @@ def one_tile(problem: AttentionProblem) -> tuple[int, int]:
     return rows, keys
 
 
+def largest_tile(problem: AttentionProblem) -> int:
+    """Returns the scores of the largest tile that computes all gradients of a sequence faster than several launches do
+    on an H200 (2026-11-29-h200-joint-gradients.json)."""
+    return 8192 if max(problem.head_dim, problem.head_dim_v) <= 64 else 4096
+
+
 def changed(config: C, rows: Sequence[Rule[Callable[[C, Any], C]]], call: Any) -> C:
     """Returns the config after the changes of the rows, in their order."""
     for rule in rows:

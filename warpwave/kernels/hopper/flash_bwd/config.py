@@ -234,29 +234,29 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return found
 
 
-LARGEST_GROUP = 4  # query heads of a kv head in the calls that `outrun` is measured with
-LARGEST_TILE = 4096  # scores of the largest tile of flash_bwd's joint launch
+LARGEST_GROUP = 4  # query heads of a kv head that a block of flash_bwd may walk while other SMs are idle
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `flash_bwd` is faster: one tile of its joint launch holds a sequence, and an SM runs many at once.
 
-    Times of this kernel over those of that launch on an H200 (2026-11-29-h200-short-gradients.json,
-    2026-11-29-h200-joint-gradients.json): 5 to 12 with 8 to 16 queries and keys, 2.3 to 4.7 with 20 to 32 up to
-    head_dim 128, 6 with a mask, 1.1 to 2.6 with 48 to 64; 2 with the gradient of a bias. Tiles of 128 x 128 are slower.
+    Times of this kernel over those of that launch on an H200, in 39 calls (2026-11-29-h200-joint-gradients.json): 3 to
+    18 with up to 16 queries and keys, 2.6 to 7.2 with up to 32, 1.1 to 5 with up to 64, least at head_dim 256, 1.1 to
+    2.4 with 16 to 64 queries on 77 to 128 keys. With 128 x 128 it is 0.85 to 1.6.
 
-    Larger groups were not timed. A block of that launch walks all query heads of its kv head: 0.6 is predicted for one
-    sequence of 64 with 64 query heads on one kv head.
+    A block of that launch walks all query heads of its kv head. With 8 and 16 of them and 256 blocks or more it is 1.1
+    to 5.3 times as fast; 0.6 is predicted for one sequence of 64 with 64 query heads on one kv head.
     """
     is_wide = problem.num_heads_q > LARGEST_GROUP * problem.num_heads_kv
+    is_idle = is_wide and problem.batch * problem.num_heads_kv < NUM_SMS
     # The launch cannot add up the gradients of a bias beside grouped heads.
     is_apart = problem.bias_shape is not None and problem.num_heads_q != problem.num_heads_kv
-    if is_wide or is_apart or problem.dtype == "float32":
+    if is_idle or is_apart or problem.dtype == "float32":
         return []
-    widest, (rows, keys) = max(problem.head_dim, problem.head_dim_v), rules.one_tile(problem)
-    if rows * keys > (LARGEST_TILE if widest <= 128 else 256):
+    rows, keys = rules.one_tile(problem)
+    if rows * keys > rules.largest_tile(problem):
         return []
-    return [f"a tile of {rows} x {keys} holds a sequence: flash_bwd's joint launch is 1.1 to 12 times as fast"]
+    return [f"a tile of {rows} x {keys} holds a sequence: flash_bwd's joint launch is 1.1 to 18 times as fast"]
 
 
 def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
