@@ -189,26 +189,25 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
-    """Reads configs of the joint launch of flash_bwd, of calls without documents and without a gradient of a bias."""
+    """Reads the joint launch of flash_bwd with its default config, of calls that take it, without documents and without
+    a gradient of a bias."""
     for m in lines:
         row = gradients.Row(**m["row"])
-        if row.documents or row.beside == "trained bias":
-            continue
         keys, (heads, kv_heads) = row.keys or row.seqlen, row.num_heads
-        problem = AttentionProblem(
+        problem = saving_of(AttentionProblem(
             batch=row.batch, seqlen_q=row.seqlen, seqlen_k=keys, num_heads_q=heads, num_heads_kv=kv_heads,
             head_dim=row.head_dim, head_dim_v=row.dim_v, dtype=row.dtype, softmax_scale=row.head_dim**-0.5,
             causal=Causal() if row.causal else None,
             mask_shape=(row.batch, 1, 1, keys) if row.beside == "padding" else None,
             bias_shape=(1, heads, row.seqlen, keys) if row.beside == "bias" else None,
             bias_dtype=row.dtype if row.beside == "bias" else None,
-        )  # fmt: skip
-        for name, ms in m["ms"].items():
-            if found := re.match(r"joint (\d+)x(\d+)w(\d+)$", name):
-                tile = flash_bwd.Tile(*map(int, found.groups()), 1)
-                config = flash_bwd.Config(tile, tile, joint=True)
-                us = 1e3 * median(ms)
-                yield Point(flash_bwd, config, saving_of(problem), us, True, f"{m['case']} {name}", True)
+        ))  # fmt: skip
+        config = flash_bwd.default(problem, _H200)
+        if row.documents or row.beside == "trained bias" or config is None or not config.joint:
+            continue
+        tile = config.dq
+        us = 1e3 * median(m["ms"][f"joint {tile.block_m}x{tile.block_n}w{tile.num_warps}"])
+        yield Point(flash_bwd, config, problem, us, True, m["case"], True)
 
 
 def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str, us: float) -> bool:

@@ -283,10 +283,17 @@ RULES: tuple[Rule[Any], ...] = (
         JOINT,
     ),
     Rule(
-        "other NVIDIA cards and AMD CDNA, a tile of at most 32 x 32 holds a sequence, 16 bits, head_dim up to 64",
-        lambda c: not c.gpu.is_rdna and c.is_16_bit and c.bucket == 0 and c.fits(1024),
+        "other NVIDIA cards and AMD CDNA, 16 bits, head_dim up to 128, a tile of at most 4,096 scores holds a sequence",
+        lambda c: not (c.is_hopper or c.gpu.is_rdna) and c.is_16_bit and c.bucket < 2 and c.fits(4096),
         (_joint,),
-        "predicted",
+        "PRED",
+        "short_sequences.md",
+    ),
+    Rule(
+        "AMD RDNA, 16 bits, head_dim up to 64, a tile of at most 1,024 scores holds a sequence",
+        lambda c: c.gpu.is_rdna and c.is_16_bit and c.bucket == 0 and c.fits(1024),
+        (_joint,),
+        "one launch of five products in place of two of seven; larger tiles and rows spill",
         "short_sequences.md",
     ),
     Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from warpwave.gpu import WGMMA_OR_TCGEN05, Gpu
+from warpwave.gpu import WGMMA_OR_TCGEN05, Gpu, reads_shared_memory
 from warpwave.kernels.arguments import total_widths
 from warpwave.kernels.cost import (
     ODD_ROWS,
@@ -105,8 +105,8 @@ def _joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
         smem_bytes=smem_of_joint(problem, gpu, tile),
         smem_margin=0,
         far=1.0,
-        registers=gpu.registers_per_thread or 255,
-        loop="joint",
+        registers=_registers_of_joint(problem, gpu, tile),
+        loop="joint" if reads_shared_memory(gpu, tile.block_m) else "joint mma",
     )
 
 
@@ -177,6 +177,18 @@ def _registers(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool)
     block_d, block_dv = total_widths(problem, gpu, owned)
     elements = owned * (block_d + (block_dv if owns_keys else 0)) + tile.block_m * tile.block_n * 5 // 2
     return min(gpu.registers_per_thread or 255, 40 + elements // (tile.num_warps * gpu.warp_size))
+
+
+def _registers_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
+    """Returns approximately the registers of a thread of the joint launch, from what sm_90 compiles to: some forty,
+    scores, parts of the operands, and addresses of a mask's or bias's cells. A loop over heads takes all."""
+    limit = gpu.registers_per_thread or 255
+    if problem.num_heads_q > problem.num_heads_kv:
+        return limit
+    elements = (tile.block_m + tile.block_n) * sum(total_widths(problem, gpu, tile.block_m))
+    of_block = 1.5 * tile.block_m * tile.block_n + 0.375 * elements
+    of_cells = 40 if bytes_per_score(problem) else 0
+    return min(limit, 40 + of_cells + int(of_block) // (tile.num_warps * gpu.warp_size))
 
 
 def _loop(problem: AttentionProblem, multiply_adds: bool) -> str:
