@@ -170,6 +170,23 @@ def test_a_mask_nobody_looked_at_is_asked_about() -> None:
     assert "If it is causal or a window" in advice(on("h200", mask_shape=(1, 1, 4096, 4096)))
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 1, 4096), (4, 1, 4096, 1)])
+def test_a_mask_of_tokens_is_not_taken_for_a_causal_one(shape: tuple[int, ...]) -> None:
+    text = advice(on("h200", mask_shape=shape))
+    assert "attention_varlen computes the other tokens alone" in text and "causal" not in text
+    with_bias = on("h200", mask_shape=shape, bias_shape=(1, 1, 4096, 4096), bias_dtype="float32")
+    assert "boolean mask is read" not in advice(with_bias), "attention_varlen has no bias"
+
+
+def test_the_loss_of_the_backward_is_the_largest_that_the_card_does_not_set() -> None:
+    said = on("h200", batch=512, seqlen_q=49, seqlen_k=49, head_dim=32, head_dim_v=32, dtype="float32",
+              num_heads_q=4, num_heads_kv=4, requires_grad=True)  # fmt: skip
+    assert said.backward is not None and said.backward.prediction is not None
+    factors = said.backward.prediction.factors
+    assert max(factors, key=factors.__getitem__) == "clocks"
+    assert f"Its largest loss that the card does not set is softmax, x {factors['softmax']:.2f}" in advice(said)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

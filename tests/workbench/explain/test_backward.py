@@ -174,6 +174,24 @@ def test_a_launch_that_adds_says_how_much_and_one_that_repeats_says_what() -> No
     assert "launches of 8,192, 12,288, 132 and 132 blocks on 132 SMs" in in_parts
 
 
+SHORT: dict[str, Any] = {"batch": 2048, "seqlen_q": 16, "seqlen_k": 16, "head_dim": 64, "head_dim_v": 64}
+
+
+def test_kernels_before_and_after_the_chosen_one_are_listed_in_order() -> None:
+    lines = str(on("h200", **SHORT)).splitlines()
+    (before,) = (n for n, line in enumerate(lines) if line.startswith("  able, before flash_bwd: hopper/flash_bwd ("))
+    assert lines[before + 1].startswith("  hopper/flash_bwd is passed over: at most 64 queries")
+    assert not any(line.startswith("  not hopper/flash_bwd") for line in lines)
+    (after,) = (n for n, line in enumerate(lines) if line.startswith("  able, after flash_bwd: three_kernel backward"))
+    assert after > before
+
+
+def test_operators_of_torch_are_not_listed_as_launches_of_no_block() -> None:
+    for shape in ({"mask_shape": (2048, 1, 1, 16)}, {"bias_shape": (1, 16, 16, 16), "bias_dtype": "bfloat16"}):
+        grid = next(line for line in str(on("h200", **SHORT, **shape)).splitlines() if "grid     launches of" in line)
+        assert " 0" not in grid, grid
+
+
 def test_amd_has_compute_units_and_no_kernel_of_hoppers() -> None:
     text = str(on("mi300x", causal=Causal()))
     assert "not hopper/flash_bwd: found AMD Instinct MI300X" in text

@@ -82,8 +82,8 @@ def kernel_section(said: Pass, title: str) -> Iterator[str]:
     yield title
     yield from table(said, of_kernel=True)
     sms = said.gpu.num_sms
-    if cost.blocks and len(cost.parts) > 1 and is_backward(said):
-        each = [f"{part.blocks:,}" for part in cost.parts]
+    each = [f"{part.blocks:,}" for part in cost.parts if part.blocks]  # torch's operators state none
+    if len(each) > 1 and is_backward(said):
         yield f"  grid     launches of {', '.join(each[:-1])} and {each[-1]} blocks" + (f" on {sms} SMs" if sms else "")
     elif cost.blocks:
         yield f"  grid     {cost.blocks:,} block{'s' if cost.blocks > 1 else ''}" + (
