@@ -20,6 +20,7 @@ from warpwave import AttentionProblem, Explanation, InvalidInput, dispatch
 from warpwave.problem import Causal
 from warpwave.workbench.cli import app
 from warpwave.workbench.explain import other_cards
+from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import resolve
 from warpwave.workbench.model.roofline import us
 from warpwave.workbench.model.steps import LOSSES
@@ -184,6 +185,22 @@ def test_kernels_before_and_after_the_chosen_one_are_listed_in_order() -> None:
     assert not any(line.startswith("  not hopper/flash_bwd") for line in lines)
     (after,) = (n for n, line in enumerate(lines) if line.startswith("  able, after flash_bwd: three_kernel backward"))
     assert after > before
+
+
+def test_large_multiples_have_no_exponent() -> None:
+    text = str(on("h200", **SHORT | {"batch": 16384, "mask_shape": (16384, 1, 1, 16)}))
+    assert "262,144 blocks on 132 SMs, 1,986 each" in text and "1,986 rounds of tiles" in text
+    assert not re.search(r"\de\+\d", text)
+
+
+def test_the_work_of_a_tiny_call_is_not_that_of_a_kernel_s_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SHIPPED", Path(measure.__file__).with_name("measured"))
+    said = on("h200", **SHORT | {"batch": 4, "num_heads_q": 4, "num_heads_kv": 4}, bias_shape=(1, 4, 16, 16),
+              bias_dtype="bfloat16")  # fmt: skip
+    assert said.backward is not None and said.backward.bounds is not None
+    work, tiles = said.backward.bounds.of_problem.time_us, said.backward.bounds.time_us
+    bound = " ".join(str(said).split("BACKWARD   hopper/flash_bwd")[1].split())
+    assert tiles > 5 * work and f"the work itself needs at least {us(work)} " in bound
 
 
 def test_operators_of_torch_are_not_listed_as_launches_of_no_block() -> None:
