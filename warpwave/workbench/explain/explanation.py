@@ -252,7 +252,7 @@ def explain(
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = replace(_counted(problem, operands), v_in_k=is_part(operands.v, operands.k))
         gpu = gpu or current_gpu(q.device)
-        if mask is not None and mask.device.type != "meta":
+        if mask is not None and _has_contents(mask):
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
     _check_passes(passes, problem, measured_us, record)
     clock_mhz: float | None = None
@@ -537,13 +537,19 @@ def _names(names: list[str]) -> str:
     return f"You pass {' and '.join(names)}"
 
 
+def _has_contents(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor can be read: false on device "meta" and under `FakeTensorMode`."""
+    return not (tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor))
+
+
 def _counted(problem: AttentionProblem, operands: AnyOperands) -> AttentionProblem:
     """Adds what only the contents of tensors show: packed lengths, and the pairs that a boolean mask shows."""
-    if problem.packed:
-        lengths = [offsets.diff().tolist() for offsets in operands[7:9]]
-        return replace(problem, lengths=tuple(zip(*lengths, strict=True)))
-    if operands.mask is None:
+    read = operands[7:9] if problem.packed else (operands.mask,)
+    if not all(tensor is not None and _has_contents(tensor) for tensor in read):
         return problem
+    if problem.packed:
+        lengths = [offsets.diff().tolist() for offsets in read]
+        return replace(problem, lengths=tuple(zip(*lengths, strict=True)))
     shown = operands.mask
     if problem.has_band:
         low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
