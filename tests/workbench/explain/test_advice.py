@@ -219,6 +219,18 @@ def test_kernels_that_copy_by_tensor_maps_copy_other_layouts_first() -> None:
     assert "rows are read one element at a time" in portable.advice[0]
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_an_expanded_mask_or_bias_is_named(name: str) -> None:
+    """Its copies take no memory, and the call's description does not say that they are copies."""
+    q, k, v = tensors(64, 64)
+    row = torch.ones(1, 1, 1, 64, dtype=torch.bool) if name == "mask" else torch.zeros(1, 1, 1, 64)
+    given: dict[str, Any] = {name: row.expand(2, 1, 64, 64)}
+    text = advice(warpwave.explain(q, k, v, **given, gpu=resolve("h200"), kernel="flash_fwd"))
+    assert f"The {name} is expanded along batch and seqlen_q. Pass it with size 1 there" in text
+    given[name] = given[name].contiguous()
+    assert "expanded" not in advice(warpwave.explain(q, k, v, **given, gpu=resolve("h200"), kernel="flash_fwd"))
+
+
 def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:
     q, k, v = tensors(64, 64)
     mask = (torch.rand(1, 1, 64, 128) < 0.5)[..., ::2]

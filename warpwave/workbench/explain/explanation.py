@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.checks import check_problem, describe_call
+from warpwave.checks import SCORES, check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import descales
@@ -525,6 +525,12 @@ def _layout(operands: AnyOperands, kernel: Any) -> tuple[tuple[str, ...], int]:
             copied += _bytes(tensor)
             notes.append(
                 f"The {name} is not contiguous along the keys, so every call copies it. Pass {name}.contiguous()"
+            )
+        strides = () if tensor is None else zip(SCORES.split(), tensor.shape, tensor.stride(), strict=True)
+        if expanded := [axis for axis, size, stride in strides if size > 1 and stride == 0]:
+            notes.append(
+                f"The {name} is expanded along {' and '.join(expanded)}. Pass it with size 1 there: the bounds above "
+                "count each copy as memory"
             )
     return tuple(notes), copied
 
