@@ -17,6 +17,8 @@ from warpwave import (
     PagedKVCache,
     Rotary,
     UnsupportedProblem,
+    attention,
+    attention_varlen,
     attention_with_kv_cache,
     cached_calls,
     dispatch,
@@ -28,6 +30,7 @@ from warpwave.kernels import append_kv
 from warpwave.kernels.paging import offsets_within
 from warpwave.kv_cache import new_tokens
 from warpwave.problem import AttentionProblem
+from warpwave.runtime import launch
 from warpwave.runtime.bounded import Bounded
 from warpwave.runtime.triton_or_stub import INTERPRETED
 
@@ -332,16 +335,19 @@ def test_warmup_makes_the_plans_of_a_server() -> None:
 def test_warmup_compiles_what_a_call_with_gradients_runs(
     monkeypatch: pytest.MonkeyPatch, seqlen: int, kernel: str
 ) -> None:
+    """Gradient kernels compile in their first run, so that it must take place."""
     problem = AttentionProblem(
         batch=2, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64,
         dtype="bfloat16", softmax_scale=0.25, requires_grad=True,
     )  # fmt: skip
     bound: list[tuple[str, AttentionProblem]] = []
+    run: list[tuple[str, bool]] = []  # name and whether there is a gradient of the log-sum-exp
     for family in (*dispatch.KERNELS, *dispatch.GRADIENT_KERNELS):
         name = family.NAME
 
-        def bind(problem: AttentionProblem, *rest: Any, name: str = name) -> None:
+        def bind(problem: AttentionProblem, *rest: Any, name: str = name) -> Any:
             bound.append((name, problem))
+            return lambda operands, results, dout, dlse: run.append((name, dlse is not None))
 
         monkeypatch.setitem(vars(family), "bind", bind)
     monkeypatch.setattr(cached_calls, "current_gpu", lambda device: Gpu.for_arch("sm_90"))
@@ -349,6 +355,41 @@ def test_warmup_compiles_what_a_call_with_gradients_runs(
     forward, gradients = dispatch.forward_of(problem, Gpu.for_arch("sm_90"))
     assert bound == [(dispatch.choose(forward, Gpu.for_arch("sm_90")).kernel.NAME, forward), (gradients, forward)]
     assert gradients == kernel and forward.return_lse
+    assert run == [(kernel, False)]
+    warmup([replace(problem, return_lse=True)], "cpu")
+    assert run[1:] == [(kernel, False), (kernel, True)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts the launches of Triton's interpreter")
+@pytest.mark.parametrize("packed", [False, True])
+def test_warmup_binds_every_launch_of_a_training_step(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    shape = (32, 2, 16) if packed else (2, 16, 2, 16)
+    problem = AttentionProblem(
+        batch=2, seqlen_q=16, seqlen_k=16, num_heads_q=2, num_heads_kv=2, head_dim=16, head_dim_v=16, dtype="float16",
+        softmax_scale=0.25, packed=packed, total_q=32 * packed, total_k=32 * packed, has_sinks=True, return_lse=True,
+        requires_grad=True,
+    )  # fmt: skip
+    bound: list[Any] = []
+    bind = launch.bind
+
+    def note(spec: launch.Launch, *rest: Any) -> Any:
+        bound.append((spec.kernel, spec.grid, spec.scalars, spec.constants, spec.options))
+        return bind(spec, *rest)
+
+    monkeypatch.setattr(launch, "bind", note)
+    assert warmup([problem], "cpu", kernel="flash_fwd") == 1
+    warm = bound.copy()
+    bound.clear()
+    q, k, v = (torch.randn(shape, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    sinks = torch.zeros(2, requires_grad=True)
+    call: dict[str, Any] = {"sinks": sinks, "softmax_scale": 0.25, "kernel": "flash_fwd", "return_lse": True}
+    if packed:
+        offsets = torch.tensor([0, 16, 32], dtype=torch.int32)
+        call |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 16, "max_seqlen_k": 16}
+    out, lse = (attention_varlen if packed else attention)(q, k, v, **call)
+    torch.autograd.backward([out], [torch.randn_like(out)], retain_graph=True)
+    torch.autograd.backward([out, lse], [torch.randn_like(out), torch.randn_like(lse)])
+    assert len(bound) > 2 and all(found in warm for found in bound)
 
 
 def test_calls_made_before_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,11 +135,12 @@ def test_threads_compile_different_variants_at_once_and_each_only_once(monkeypat
 
 
 @pytest.mark.gpu
-def test_warmup_in_threads_leaves_nothing_to_compile() -> None:
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_warmup_in_threads_leaves_nothing_to_compile(requires_grad: bool) -> None:
     problems = [
         warpwave.AttentionProblem(
             batch=2, seqlen_q=200, seqlen_k=200, num_heads_q=4, num_heads_kv=2, head_dim=head_dim, head_dim_v=head_dim,
-            dtype="bfloat16", softmax_scale=0.125,
+            dtype="bfloat16", softmax_scale=0.125, requires_grad=requires_grad,
         )
         for head_dim in (40, 40, 72, 104, 136)
     ]  # fmt: skip
@@ -147,7 +148,12 @@ def test_warmup_in_threads_leaves_nothing_to_compile() -> None:
     compiled = len(launch._variants)
     for problem in problems:
         q, k, v = (
-            torch.randn(2, 200, heads, problem.head_dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)
+            torch.randn(
+                (2, 200, heads, problem.head_dim), device="cuda", dtype=torch.bfloat16, requires_grad=requires_grad
+            )
+            for heads in (4, 2, 2)
         )
-        warpwave.attention(q, k, v, softmax_scale=0.125)
+        out = warpwave.attention(q, k, v, softmax_scale=0.125)
+        if requires_grad:
+            out.backward(torch.randn_like(out))
     assert len(launch._variants) == compiled

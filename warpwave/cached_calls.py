@@ -489,7 +489,9 @@ def warmup(
     Args:
         problems: problems of dense, packed or cached calls. Tensors are assumed contiguous; K and V of a cached problem
             are in a pool as `PagedKVCache` makes it, and its call names its rows. With `requires_grad`, gradients of
-            q, k, v and sinks are compiled too.
+            q, k, v and sinks are compiled too: they are computed once, of zeros. With `return_lse`, they are compiled
+            with and without a gradient of the log-sum-exp. Gradients of a bias and of ALiBi slopes compile in their
+            first backward.
         device: device of the calls; without a number, the current one.
         workers: threads that compile. LLVM and ptxas, which take most of the time, release Python's lock. Each thread
             allocates the tensors of one problem at a time.
@@ -522,31 +524,37 @@ def warmup(
         check_problem(problem)
         serving = Serving(num_splits, problem.batch_invariant)
         _check_splits(serving)
-        forward, _ = dispatch.forward_of(problem, gpu, kernel)
+        forward, gradients = dispatch.forward_of(problem, gpu, kernel)
         if problem.page_size:
             choice = choose(problem, gpu, serving, kernel, config)
         else:
             choice = dispatch.choose(forward, gpu, kernel, config)
         if problem.rows and problem.batch:
-            chosen.append((problem, forward, choice))
+            chosen.append((problem, forward, choice, gradients))
 
-    def compile_for(problem: AttentionProblem, forward: AttentionProblem, choice: dispatch.Choice) -> None:
+    def compile_for(
+        problem: AttentionProblem, forward: AttentionProblem, choice: dispatch.Choice, gradients: str
+    ) -> None:
         operands = blank_operands(problem, device)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             choice.kernel.bind(forward, operands, choice.config)
-            if problem.requires_grad and not problem.page_size:
+            if gradients:  # their kernels compile in the first run; eager's gradients compile nothing
                 wanted = (True, True, True, False, False, problem.has_sinks)
-                autograd.bind_gradients(problem, gpu, operands, wanted, kernel)
+                compute = autograd.bind_gradients(problem, gpu, operands, wanted, kernel)
+                out = operands.q.new_zeros((*operands.q.shape[:-1], problem.head_dim_v))
+                lse = operands.q.new_zeros(plans.lse_shape(problem.packed, operands.q), dtype=torch.float32)
+                for dlse in (None, lse) if problem.return_lse else (None,):
+                    compute(operands, (out, lse), out, dlse)
 
     with ThreadPoolExecutor(workers) as pool:
         return sum(1 for _ in pool.map(compile_for, *zip(*chosen, strict=True)))
 
 
 def blank_operands(problem: AttentionProblem, device: torch.device) -> Any:
-    """Returns operands of a problem, contiguous and with memory of unspecified content; a pool has one page."""
+    """Returns operands of a problem, contiguous and filled with zeros; a pool has one page."""
     operands = operands_without_memory(problem)
     filled = type(operands)(
-        *(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in operands)
+        *(None if t is None else torch.zeros(t.shape, dtype=t.dtype, device=device) for t in operands)
     )
     return filled._replace(v=filled.k[..., : problem.head_dim_v]) if problem.v_in_k else filled
 

@@ -437,6 +437,24 @@ def test_a_mask_that_lost_its_pattern_is_read_from_the_call() -> None:
         door.attend(layer, q[:1], k[:1], v[:1], documents, position_bias=torch.zeros(1, 2, 13, 13))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_without_the_interface_is_refused(compiled: bool) -> None:
+    """MPNet adds its mask to the scores itself. It added a row per sequence, which was wrong for 16 sequences of 16
+    tokens, and torch's error for others."""
+    import transformers
+
+    config = transformers.MPNetConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, attn_implementation="warpwave"
+    )
+    model: Any = transformers.MPNetModel(config).eval()
+    ids, visible = torch.randint(2, 64, (16, 16)), torch.arange(16).tile(16, 1) < torch.arange(1, 17)[:, None]
+    run = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(UnsupportedProblem, match="the attention of mpnet is its own code"):
+        run(input_ids=ids, attention_mask=visible.long())
+    model.config._attn_implementation = "eager"
+    model(input_ids=ids, attention_mask=visible.long())
+
+
 def test_what_is_unknown_is_refused() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 16)
     layer = torch.nn.Module()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -180,6 +181,12 @@ def make_mask(
         # `generate` makes the mask of a static cache before the model does, which takes two axes for padding of all
         # tokens. A window's mask begins at kv_offset.
         return attention_mask
+    if config is not None and not _calls_the_interface(type(config).__module__):
+        raise UnsupportedProblem(
+            f"the attention of {config.model_type} is its own code, which calls no registered attention function",
+            {},
+            "attn_implementation='eager'",
+        )
     mask_function = mask_function or _masking.causal_mask_function
     tracing = torch.compiler.is_compiling() or _is_traced(attention_mask, q_offset)
     skips = (allow_is_causal_skip, allow_is_bidirectional_skip)
@@ -210,6 +217,23 @@ def make_mask(
     if packed is not None and dense is not None:
         return _with_window(dense, packed[0], packed[0].window)
     return dense
+
+
+def _calls_the_interface(module: str) -> bool:
+    """Returns whether the layers of a model call the functions of transformers' interface, by the rule by which
+    transformers itself lets a model change its implementation: a module that defines attention layers imports the
+    interface. Other modules take their layers from elsewhere.
+
+    transformers refuses "sdpa" for the other models, but no registered name.
+
+    Args:
+        module: of the model's config.
+    """
+    found = sys.modules.get(module.replace(".configuration_", ".modeling_"))
+    if found is None or hasattr(found, "ALL_ATTENTION_FUNCTIONS"):
+        return True
+    own = [c for c in vars(found).values() if isinstance(c, type) and c.__module__ == found.__name__]
+    return not any("Attention" in c.__name__ and torch.nn.Module in c.__bases__ for c in own)
 
 
 def _of_pattern(

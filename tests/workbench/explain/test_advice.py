@@ -170,6 +170,23 @@ def test_a_mask_nobody_looked_at_is_asked_about() -> None:
     assert "If it is causal or a window" in advice(on("h200", mask_shape=(1, 1, 4096, 4096)))
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 1, 4096), (4, 1, 4096, 1)])
+def test_a_mask_of_tokens_is_not_taken_for_a_causal_one(shape: tuple[int, ...]) -> None:
+    text = advice(on("h200", mask_shape=shape))
+    assert "attention_varlen computes the other tokens alone" in text and "causal" not in text
+    with_bias = on("h200", mask_shape=shape, bias_shape=(1, 1, 4096, 4096), bias_dtype="float32")
+    assert "boolean mask is read" not in advice(with_bias), "attention_varlen has no bias"
+
+
+def test_the_loss_of_the_backward_is_the_largest_that_the_card_does_not_set() -> None:
+    said = on("h200", batch=512, seqlen_q=49, seqlen_k=49, head_dim=32, head_dim_v=32, dtype="float32",
+              num_heads_q=4, num_heads_kv=4, requires_grad=True)  # fmt: skip
+    assert said.backward is not None and said.backward.prediction is not None
+    factors = said.backward.prediction.factors
+    assert max(factors, key=factors.__getitem__) == "clocks"
+    assert f"Its largest loss that the card does not set is softmax, x {factors['softmax']:.2f}" in advice(said)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -200,6 +217,18 @@ def test_kernels_that_copy_by_tensor_maps_copy_other_layouts_first() -> None:
     portable = warpwave.explain(q, k, v, gpu=resolve("h200"), kernel="flash_fwd")
     assert portable.memory is not None and portable.memory.workspace == 0
     assert "rows are read one element at a time" in portable.advice[0]
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_an_expanded_mask_or_bias_is_named(name: str) -> None:
+    """Its copies take no memory, and the call's description does not say that they are copies."""
+    q, k, v = tensors(64, 64)
+    row = torch.ones(1, 1, 1, 64, dtype=torch.bool) if name == "mask" else torch.zeros(1, 1, 1, 64)
+    given: dict[str, Any] = {name: row.expand(2, 1, 64, 64)}
+    text = advice(warpwave.explain(q, k, v, **given, gpu=resolve("h200"), kernel="flash_fwd"))
+    assert f"The {name} is expanded along batch and seqlen_q. Pass it with size 1 there" in text
+    given[name] = given[name].contiguous()
+    assert "expanded" not in advice(warpwave.explain(q, k, v, **given, gpu=resolve("h200"), kernel="flash_fwd"))
 
 
 def test_a_copy_made_of_a_strided_mask_is_workspace() -> None:

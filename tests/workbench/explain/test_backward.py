@@ -20,6 +20,7 @@ from warpwave import AttentionProblem, Explanation, InvalidInput, dispatch
 from warpwave.problem import Causal
 from warpwave.workbench.cli import app
 from warpwave.workbench.explain import other_cards
+from warpwave.workbench.hardware import measure
 from warpwave.workbench.hardware.catalog import resolve
 from warpwave.workbench.model.roofline import us
 from warpwave.workbench.model.steps import LOSSES
@@ -172,6 +173,40 @@ def test_a_launch_that_adds_says_how_much_and_one_that_repeats_says_what() -> No
     in_parts = str(on("h100", dtype="float32"))
     assert "7 products of a visible tile where 5 are needed: scores are computed again" in in_parts
     assert "launches of 8,192, 12,288, 132 and 132 blocks on 132 SMs" in in_parts
+
+
+SHORT: dict[str, Any] = {"batch": 2048, "seqlen_q": 16, "seqlen_k": 16, "head_dim": 64, "head_dim_v": 64}
+
+
+def test_kernels_before_and_after_the_chosen_one_are_listed_in_order() -> None:
+    lines = str(on("h200", **SHORT)).splitlines()
+    (before,) = (n for n, line in enumerate(lines) if line.startswith("  able, before flash_bwd: hopper/flash_bwd ("))
+    assert lines[before + 1].startswith("  hopper/flash_bwd is passed over: at most 64 queries")
+    assert not any(line.startswith("  not hopper/flash_bwd") for line in lines)
+    (after,) = (n for n, line in enumerate(lines) if line.startswith("  able, after flash_bwd: three_kernel backward"))
+    assert after > before
+
+
+def test_large_multiples_have_no_exponent() -> None:
+    text = str(on("h200", **SHORT | {"batch": 16384, "mask_shape": (16384, 1, 1, 16)}))
+    assert "262,144 blocks on 132 SMs, 1,986 each" in text and "1,986 rounds of tiles" in text
+    assert not re.search(r"\de\+\d", text)
+
+
+def test_the_work_of_a_tiny_call_is_not_that_of_a_kernel_s_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SHIPPED", Path(measure.__file__).with_name("measured"))
+    said = on("h200", **SHORT | {"batch": 4, "num_heads_q": 4, "num_heads_kv": 4}, bias_shape=(1, 4, 16, 16),
+              bias_dtype="bfloat16")  # fmt: skip
+    assert said.backward is not None and said.backward.bounds is not None
+    work, tiles = said.backward.bounds.of_problem.time_us, said.backward.bounds.time_us
+    bound = " ".join(str(said).split("BACKWARD   hopper/flash_bwd")[1].split())
+    assert tiles > 5 * work and f"the work itself needs at least {us(work)} " in bound
+
+
+def test_operators_of_torch_are_not_listed_as_launches_of_no_block() -> None:
+    for shape in ({"mask_shape": (2048, 1, 1, 16)}, {"bias_shape": (1, 16, 16, 16), "bias_dtype": "bfloat16"}):
+        grid = next(line for line in str(on("h200", **SHORT, **shape)).splitlines() if "grid     launches of" in line)
+        assert " 0" not in grid, grid
 
 
 def test_amd_has_compute_units_and_no_kernel_of_hoppers() -> None:

@@ -72,6 +72,22 @@ def test_a_v_that_is_part_of_k_is_read_once(device: str) -> None:
     assert said["a copy"].compulsory_bytes - said["one tensor"].compulsory_bytes == of_k * 512 // 576
 
 
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_masks_and_offsets_without_contents_are_estimated(device: str) -> None:
+    where = "cpu" if device == "fake" else device
+    with FakeTensorMode() if device == "fake" else contextlib.nullcontext():
+        q = torch.zeros(4, 16, 2, 64, device=where, dtype=torch.bfloat16)
+        padding = torch.ones(4, 1, 1, 16, dtype=torch.bool, device=where)
+        offsets = torch.zeros(5, dtype=torch.int32, device=where)
+        masked = warpwave.explain(q, q, q, mask=padding, causal=True, gpu="h200")
+        packed = warpwave.explain(
+            *3 * [q.flatten(0, 1)], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=16, max_seqlen_k=16,
+            gpu="h200",
+        )  # fmt: skip
+    for said in (masked, packed):
+        assert not said.problem.pairs_are_exact and "estimated" in str(said)
+
+
 def test_the_command_takes_a_v_that_is_part_of_k() -> None:
     command = "explain --gpu h200 --batch 64 --seqlen-q 1 --seqlen-k 4096 --heads-kv 1 --head-dim 576 --head-dim-v"
     result = CliRunner().invoke(app, [*command.split(), "512", "--v-in-k"])

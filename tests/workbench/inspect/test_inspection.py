@@ -295,6 +295,17 @@ def test_the_command_compiles_writes_and_compares(tmp_path: Path) -> None:
 
 
 @needs_triton
+def test_the_forward_of_a_call_with_gradients_is_compiled() -> None:
+    """The kernel itself refuses gradients, which flash_bwd computes."""
+    done = run("flash_fwd", "--arch", "sm_90", "--seqlen-q", "16", "--head-dim", "16", "--grad", "--json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["findings"]
+    assert found["groups"]["matrix"] > 0
+    refused = run("flash_fwd", "--arch", "sm_90", "--head-dim", "300", "--grad")
+    assert refused.returncode == 2 and "head_dim is 300" in refused.stderr
+
+
+@needs_triton
 def test_two_configs_are_set_side_by_side() -> None:
     done = run("flash_fwd", "--arch", "sm_90", "--head-dim", "64", "--diff", "default", "num_stages=1")
     assert done.returncode == 0, done.stderr

@@ -146,7 +146,7 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     shares, of = _number(problem, gpu, config), pace(problem, gpu, config, blocks <= FEW * sms)
     reason = (
         f"{blocks} tiles of rows for {of.places} resident blocks on {sms} SMs, "
-        f"{longest} steps of {config.block_n} keys each: "
+        f"{longest} step{'s' if longest != 1 else ''} of {config.block_n} keys each: "
     )
     if config.roles:
         blocks *= shares

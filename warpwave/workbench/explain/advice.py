@@ -334,7 +334,7 @@ def _backward(call: Call) -> Iterator[_Advice]:
         yield _Advice(
             0.0,
             f"The backward ({backward.kernel}) is predicted to take {share:.0%} of the time of both passes. Its "
-            f"largest loss above the bound is {name}, x {factor:.2f}: {LOSSES[name]}.",
+            f"largest loss that the card does not set is {name}, x {factor:.2f}: {LOSSES[name]}.",
         )
 
 
@@ -350,14 +350,16 @@ def _mask(call: Call) -> Iterator[_Advice]:
     if problem.mask_shape is None:
         return
     changed = as_positional(problem, call.mask_band)
-    if changed is None and not problem.pairs_are_exact:
+    instead = (
+        "If it is causal or a window, pass causal= or window_size= instead: the kernel then skips every hidden tile"
+    )
+    is_of_tokens = problem.mask_shape[2] < problem.seqlen_q or problem.mask_shape[3] < problem.seqlen_k
+    if is_of_tokens:  # of keys or queries alone, which no positional mask is
+        instead = "If it hides padding, attention_varlen computes the other tokens alone"
+    if changed is None and not problem.pairs_are_exact and not (is_of_tokens and problem.bias_shape is not None):
         skips = getattr(call.kernel, "SKIPS_HIDDEN_TILES", False)
         skipped = "only tiles that it hides from a whole block of queries" if skips else "no tile"
-        yield _Advice(
-            0.0,
-            f"The boolean mask is read in full, and the kernel skips {skipped}. If it is causal or a window, pass "
-            "causal= or window_size= instead: the kernel then skips every hidden tile.",
-        )
+        yield _Advice(0.0, f"The boolean mask is read in full, and the kernel skips {skipped}. {instead}.")
     if changed is None:
         return
     without, how = changed
@@ -525,7 +527,7 @@ def _nothing(call: Call) -> str:
         factor, name = _largest_loss(call.prediction)
         if factor > LARGE:
             return (
-                "No change of the call lowers a bound. By the model, the largest loss above the bound is "
+                "No change of the call lowers a bound. By the model, the largest loss that the card does not set is "
                 f"{name}, x {factor:.2f}: {LOSSES[name]}.{_other_configs(call, name)}"
             )
     hides = "a narrower window" if call.problem.window_size != (-1, -1) else "a window"

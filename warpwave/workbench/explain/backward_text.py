@@ -55,11 +55,16 @@ def _head(backward: Backward) -> Iterator[str]:
         yield f"  sums     {byte(cost.added_bytes)} added to sums of dQ in L2"
     if backward.bias_us:
         yield f"  bias     its gradient adds {us(backward.bias_us)}, predicted; not in the times here"
-    for name, why in backward.reasons.items():
-        if name != backward.kernel:
+    where, times = "before", backward.alternatives_us
+    for name, why in backward.reasons.items():  # in the order of preference
+        if name == backward.kernel:
+            where = "after"
+        elif name in times:
+            yield f"  able, {where} {backward.kernel}: {name} ({us(times[name])} predicted)"
+            if why:
+                yield from wrapped("; ".join(why), f"  {name} is passed over: ")
+        else:
             yield from (f"  not {name}: {reason}" for reason in why)
-    for name, time_us in backward.alternatives_us.items():
-        yield f"  able, after {backward.kernel}: {name} ({us(time_us)} predicted)"
 
 
 def _bounds(backward: Backward) -> Iterator[str]:

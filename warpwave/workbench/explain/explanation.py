@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.checks import check_problem, describe_call
+from warpwave.checks import SCORES, check_problem, describe_call
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import descales
@@ -252,7 +252,7 @@ def explain(
         problem = describe_call(operands, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
         problem = replace(_counted(problem, operands), v_in_k=is_part(operands.v, operands.k))
         gpu = gpu or current_gpu(q.device)
-        if mask is not None and mask.device.type != "meta":
+        if mask is not None and _has_contents(mask):
             mask_band = positional_band(mask, problem.seqlen_q, problem.seqlen_k)
     _check_passes(passes, problem, measured_us, record)
     clock_mhz: float | None = None
@@ -526,6 +526,12 @@ def _layout(operands: AnyOperands, kernel: Any) -> tuple[tuple[str, ...], int]:
             notes.append(
                 f"The {name} is not contiguous along the keys, so every call copies it. Pass {name}.contiguous()"
             )
+        strides = () if tensor is None else zip(SCORES.split(), tensor.shape, tensor.stride(), strict=True)
+        if expanded := [axis for axis, size, stride in strides if size > 1 and stride == 0]:
+            notes.append(
+                f"The {name} is expanded along {' and '.join(expanded)}. Pass it with size 1 there: the bounds above "
+                "count each copy as memory"
+            )
     return tuple(notes), copied
 
 
@@ -537,13 +543,19 @@ def _names(names: list[str]) -> str:
     return f"You pass {' and '.join(names)}"
 
 
+def _has_contents(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor can be read: false on device "meta" and under `FakeTensorMode`."""
+    return not (tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor))
+
+
 def _counted(problem: AttentionProblem, operands: AnyOperands) -> AttentionProblem:
     """Adds what only the contents of tensors show: packed lengths, and the pairs that a boolean mask shows."""
-    if problem.packed:
-        lengths = [offsets.diff().tolist() for offsets in operands[7:9]]
-        return replace(problem, lengths=tuple(zip(*lengths, strict=True)))
-    if operands.mask is None:
+    read = operands[7:9] if problem.packed else (operands.mask,)
+    if not all(tensor is not None and _has_contents(tensor) for tensor in read):
         return problem
+    if problem.packed:
+        lengths = [offsets.diff().tolist() for offsets in read]
+        return replace(problem, lengths=tuple(zip(*lengths, strict=True)))
     shown = operands.mask
     if problem.has_band:
         low, high = problem.band(problem.seqlen_q, problem.seqlen_k)

@@ -53,9 +53,10 @@ def nearest(problem: AttentionProblem, gpu: Gpu, ahead: list[Any], mask_band: Ba
         if gpu.is_cpu and kernel.NEEDS_GPU:  # the oldest architecture stands for the GPUs that portable kernels run on
             place, on = Gpu.for_arch("sm_80"), "move q, k and v to a GPU (.cuda())"
         for edited in _edits(problem, mask_band):
-            if not dispatch.why_not(kernel, edited.problem, place or gpu) and not _outrun(
-                kernel, edited.problem, place or gpu
-            ):
+            there = edited.problem
+            if place is not None:  # which may have a kernel for the gradients
+                there = dispatch.forward_of(there, place)[0]
+            if not dispatch.why_not(kernel, there, place or gpu) and not _outrun(kernel, there, place or gpu):
                 changes = tuple(text for text in (on if place else "", edited.change) if text)
                 paths.append(NearMiss(kernel.NAME, changes))
                 break

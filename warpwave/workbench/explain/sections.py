@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from warpwave.workbench.explain.advice import FAR
 from warpwave.workbench.model.losses import NOTICEABLE, recommendation
-from warpwave.workbench.model.roofline import FLOAT32_UNITS, Bound, Roofline, byte, estimated, figure, flop, ratio, us
+from warpwave.workbench.model.roofline import (
+    FLOAT32_UNITS,
+    Bound,
+    Roofline,
+    byte,
+    estimated,
+    figure,
+    flop,
+    multiple,
+    ratio,
+    us,
+)
 from warpwave.workbench.model.steps import LOSSES
 from warpwave.workbench.terminal import columns
 
@@ -34,7 +45,7 @@ def foreseen(p: Prediction) -> str:
     """Returns the predicted time, its ratio to the bound, and the largest steps between them."""
     largest = sorted(((f, name) for name, f in p.factors.items() if f >= 1.05), reverse=True)[:2]
     most = " and ".join(f"{name} (x {factor:.2f})" for factor, name in largest)
-    return f"{us(p.time_us)}, {p.time_us / p.bound_us:.3g} x the bound of the work" + (
+    return f"{us(p.time_us)}, {multiple(p.time_us / p.bound_us)} x the bound of the work" + (
         f"; the largest losses are {most}" if most else ""
     )
 
@@ -61,7 +72,7 @@ def verdict(said: Pass) -> str:
     sentence += f", {_rate_allowed(said, binding.time_us)}"
     launch = None if said.measured is None else said.measured.of("launch")
     if launch is not None and launch.time_us > known.time_us:
-        return f"the launch: {us(launch.time_us)} (measured); the work itself needs at least {us(known.time_us)}"
+        return f"the launch: {us(launch.time_us)} (measured); the work itself needs at least {us(least.time_us)}"
     if launch is None and least.time_us < 1 and not said.gpu.is_cpu:
         return f"{sentence}; the launch takes longer (`warpwave roof` measures it, no data sheet states it)"
     if said.kernel is not None and known.time_us > 1.05 * least.time_us:
@@ -82,17 +93,17 @@ def kernel_section(said: Pass, title: str) -> Iterator[str]:
     yield title
     yield from table(said, of_kernel=True)
     sms = said.gpu.num_sms
-    if cost.blocks and len(cost.parts) > 1 and is_backward(said):
-        each = [f"{part.blocks:,}" for part in cost.parts]
+    each = [f"{part.blocks:,}" for part in cost.parts if part.blocks]  # torch's operators state none
+    if len(each) > 1 and is_backward(said):
         yield f"  grid     launches of {', '.join(each[:-1])} and {each[-1]} blocks" + (f" on {sms} SMs" if sms else "")
     elif cost.blocks:
         yield f"  grid     {cost.blocks:,} block{'s' if cost.blocks > 1 else ''}" + (
-            f" on {sms} SMs, {cost.blocks / sms:,.3g} each" if sms else ""
+            f" on {sms} SMs, {multiple(cost.blocks / sms)} each" if sms else ""
         )
     moved = cost.read_bytes + cost.write_bytes
     yield (
         f"  work     {flop(cost.flops)} computed, {ratio(cost.flops, said.flops)} x the work; "
-        f"{byte(moved)} read and written through the caches, {moved / max(1, said.compulsory_bytes):,.3g} x the "
+        f"{byte(moved)} read and written through the caches, {multiple(moved / max(1, said.compulsory_bytes))} x the "
         "minimum"
     )
 
@@ -109,18 +120,18 @@ def predicted(said: Pass, title: str) -> Iterator[str]:
     if p.waves:
         why = "as the kernel launches them" if p.limit == "launch" else f"limited by {p.limit}"
         yield (
-            f"  waves    {p.waves:.3g} rounds of tiles over {said.gpu.num_sms} SMs x {p.blocks_per_sm} resident block"
-            f"{'s' * (p.blocks_per_sm > 1)}, {why}"
+            f"  waves    {multiple(p.waves)} rounds of tiles over {said.gpu.num_sms} SMs x {p.blocks_per_sm} resident "
+            f"block{'s' * (p.blocks_per_sm > 1)}, {why}"
         )
     for t in p.traffic:
         if t.level == "memory":
-            yield f"  memory   {byte(t.bytes)} from and to memory, {t.redundancy:.3g} x the minimum"
+            yield f"  memory   {byte(t.bytes)} from and to memory, {multiple(t.redundancy)} x the minimum"
         elif t.level == "L2":
             fits = "fits" if t.working_set <= t.capacity else "does not fit"
             set_ = f"the working set of {byte(t.working_set)} {fits} {byte(t.capacity)}"
             if not t.working_set:
                 set_ = "all blocks of a head run together and read its keys from memory once"
-            yield f"  L2       {byte(t.bytes)} requested, {t.redundancy:.3g} x the minimum; {set_}"
+            yield f"  L2       {byte(t.bytes)} requested, {multiple(t.redundancy)} x the minimum; {set_}"
         else:
             label = {"shared memory": "smem", "registers": "regs"}[t.level]
             yield f"  {label:8} {byte(t.bytes)} a block, {byte(t.working_set)} of {byte(t.capacity)} an SM"
@@ -142,7 +153,8 @@ def losses(split: Losses | None, label: str) -> Iterator[str]:
     """Yields a measured time, split into losses. If the model is off by more than any loss, that comes first."""
     if split is None:
         return
-    yield f"{label} measured {us(split.measured_us)} = {split.ratio:.3g} x the bound, the product of these factors"
+    bounds = f"{multiple(split.ratio)} x the bound"
+    yield f"{label} measured {us(split.measured_us)} = {bounds}, the product of these factors"
     if split.warning:
         yield from wrapped(split.warning, "  warning  ")
     unexplained = split.remainder > max(FAR, *(loss.factor for loss in split.losses[:-1]))

@@ -19,7 +19,7 @@ from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench.table import plain, print_table
 from warpwave.workbench.input_files import Unreadable, read_text
 from warpwave.workbench.inspect.compiled import CannotCompile
-from warpwave.workbench.inspect.inspection import Finding, Inspection, config_name, inspect, parse_config
+from warpwave.workbench.inspect.inspection import Finding, Inspection, config_name, forward_of, inspect, parse_config
 from warpwave.workbench.inspect.text import (
     Difference,
     compare,
@@ -68,7 +68,7 @@ def run(problem: AttentionProblem, request: Request) -> int:
         raise InvalidInput("give --diff, which names both configs, or --config, not both")
 
     def configs(gpu: Gpu) -> Sequence[Any]:
-        every = kernel.configs(problem, gpu)
+        every = kernel.configs(forward_of(kernel, problem, gpu), gpu)
         if request.all_configs:
             return list(every)
         return [every[0] if text == "default" else parse_config(text, every[0]) for text in asked] or [every[0]]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import warpwave
+from warpwave import dispatch
 from warpwave.errors import InvalidInput, UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
@@ -222,11 +223,12 @@ def inspect(
     """
     jobs: list[tuple[Gpu, Any, Any]] = []
     for gpu in gpus:
-        if reasons := kernel.why_not(problem, gpu):
+        forward = forward_of(kernel, problem, gpu)
+        if reasons := kernel.why_not(forward, gpu):
             raise UnsupportedProblem(
                 f"kernel {kernel.NAME!r} cannot run {problem.describe()} on {gpu.name}", {kernel.NAME: reasons}
             )
-        default = kernel.configs(problem, gpu)[0]
+        default = kernel.configs(forward, gpu)[0]
         jobs += [(gpu, config, default) for config in configs(gpu)]
     findings: list[Finding] = []
     # The compiler releases the interpreter lock: two threads take half as long.
@@ -238,6 +240,11 @@ def inspect(
                 on_done(done, len(jobs))
     tools = {gpu.arch: toolchain(gpu) for gpu in gpus}
     return Inspection(problem.describe(), warpwave.__version__, tools, tuple(findings))
+
+
+def forward_of(kernel: Any, problem: AttentionProblem, gpu: Gpu) -> AttentionProblem:
+    """Returns the problem of the forward, which is compiled: with gradients it may keep the log-sum-exp for them."""
+    return dispatch.forward_of(problem, gpu, kernel.NAME)[0]
 
 
 def _inspect_one(
@@ -255,7 +262,7 @@ def _inspect_one(
         {},
     )
     try:
-        launches = compile_launches(kernel, problem, gpu, config)
+        launches = compile_launches(kernel, forward_of(kernel, problem, gpu), gpu, config)
     except CannotCompile:
         raise
     except Exception as error:  # the compiler raises many types; one failing config must not end the inspection

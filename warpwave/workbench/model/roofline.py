@@ -455,7 +455,7 @@ def count(amount: float, of: str) -> str:
 
 def ratio(a: float, b: float) -> str:
     """Returns a over b, or a dash if b is 0."""
-    return f"{a / b:,.3g}" if b else "-"
+    return multiple(a / b) if b else "-"
 
 
 def _scaled(amount: float, unit: str) -> str:
@@ -468,3 +468,8 @@ def _scaled(amount: float, unit: str) -> str:
 def figure(value: float) -> str:
     """Returns four digits, and more only before the decimal point."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def multiple(value: float) -> str:
+    """Returns three digits, and more only before the decimal point."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
