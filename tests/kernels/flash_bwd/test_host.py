@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,46 @@ def test_cost_by_hand() -> None:
     assert cost.launches == 2 and cost.workspace_bytes == 4 * 2 * 300 * 8
     split = flash_bwd.cost(PROBLEM, H200, replace(config, split_dkv=True))
     assert split.launches == 3 and split.flops - cost.flops == 2 * of_keys * 64 * 32 * 128
+
+
+def test_cost_of_a_joint_launch_by_hand() -> None:
+    short = replace(PROBLEM, batch=500, seqlen_q=20, seqlen_k=50, head_dim=64)
+    config = flash_bwd.default(short, H200)
+    assert config == Config(Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), joint=True)
+    cost, heads = flash_bwd.cost(short, H200, config), 500 * 4
+    assert cost.launches == 1 and cost.workspace_bytes == 0 and cost.blocks == 500 * 2
+    assert cost.flops == 2 * heads * 32 * 64 * 5 * 64 and cost.exponentials == heads * 32 * 64
+    q, k = heads * 20 * 64 * 2, heads * 50 * 64 * 2
+    assert cost.read_bytes == 2 * q + 2 * k, "q and dO; K and V once for each query head"
+    assert cost.write_bytes == q + k, "dQ; dK and dV of half as many heads"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("head_dim", "lengths", "change"),
+    [(64, (32, 20), {}), (128, (64, 64), {}), (128, (64, 65), {}), (64, (16, 9), {"dtype": "float32"})],
+    ids=str,
+)
+def test_which_sequences_take_a_joint_launch(
+    arch: str, head_dim: int, lengths: tuple[int, int], change: dict[str, Any]
+) -> None:
+    gpu = Gpu.for_arch(arch)
+    sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "head_dim": head_dim, "head_dim_v": head_dim}
+    config = flash_bwd.default(replace(PROBLEM, **sizes, **change), gpu)
+    assert config is not None
+    expected = lengths == (16, 9) and gpu.capability == 90 if change else lengths == (32, 20)
+    if lengths == (64, 64):
+        expected = not gpu.is_rdna
+    assert config.joint == expected
+    if expected:
+        others = flash_bwd.configs(replace(PROBLEM, **sizes, **change), gpu)
+        assert {c.dq.num_warps for c in others} == {1, 2, 4, 8} and all(c.joint for c in others)
+
+
+def test_a_bias_beside_grouped_heads_takes_launches_apart() -> None:
+    short = replace(PROBLEM, seqlen_q=16, seqlen_k=16, bias_shape=(1, 4, 16, 16), bias_dtype="bfloat16")
+    apart, joint = (flash_bwd.default(replace(short, num_heads_kv=heads), H200) for heads in (2, 4))
+    assert apart is not None and joint is not None and (apart.joint, joint.joint) == (False, True)
 
 
 def test_hidden_tiles_cost_nothing() -> None:

@@ -41,16 +41,19 @@ def inputs(seqlen: int = 2048) -> list[torch.Tensor]:
     ("head_dim", "lengths", "change", "kernel"),
     [
         (256, (16, 9), {}, "flash_bwd"),
-        (256, (17, 16), {}, "hopper/flash_bwd"),
-        (128, (32, 32), {"causal": Causal()}, "flash_bwd"),
-        (128, (32, 33), {}, "hopper/flash_bwd"),
-        (64, (64, 64), {}, "flash_bwd"),
-        (72, (64, 64), {}, "hopper/flash_bwd"),
-        (64, (16, 65), {}, "hopper/flash_bwd"),
+        (256, (64, 64), {"causal": Causal()}, "flash_bwd"),
+        (128, (32, 128), {}, "flash_bwd"),
+        (128, (65, 64), {}, "hopper/flash_bwd"),
+        (64, (65, 64), {}, "flash_bwd"),
+        (64, (128, 64), {}, "flash_bwd"),
+        (64, (65, 65), {}, "hopper/flash_bwd"),
         (64, (64, 64), {"batch": 1}, "flash_bwd"),
-        (64, (64, 64), {"num_heads_q": 64, "num_heads_kv": 1}, "hopper/flash_bwd"),
-        (64, (16, 16), {"bias_shape": (1, 4, 16, 16), "bias_dtype": "bfloat16"}, "hopper/flash_bwd"),
-        (64, (16, 16), {"cu_q": (0, 16, 32), "cu_k": (0, 16, 32)}, "hopper/flash_bwd"),
+        (64, (64, 64), {"num_heads_q": 64, "num_heads_kv": 1}, "flash_bwd"),
+        (64, (64, 64), {"batch": 128, "num_heads_q": 64, "num_heads_kv": 1}, "hopper/flash_bwd"),
+        (64, (16, 16), {"mask_shape": (512, 1, 1, 16)}, "flash_bwd"),
+        (64, (16, 16), {"bias_shape": (1, 4, 16, 16), "bias_dtype": "bfloat16"}, "flash_bwd"),
+        (64, (16, 16), {"bias_shape": (1, 4, 16, 16), "bias_dtype": "bfloat16", "num_heads_kv": 2}, "hopper/flash_bwd"),
+        (64, (16, 16), {"packed": True, "total_q": 8192, "total_k": 8192}, "flash_bwd"),
     ],
     ids=str,
 )
@@ -61,8 +64,6 @@ def test_sequences_in_one_tile_are_left_to_flash_bwd(
         batch=512, seqlen_q=lengths[0], seqlen_k=lengths[1], num_heads_q=4, num_heads_kv=4, head_dim=head_dim,
         head_dim_v=head_dim, dtype="bfloat16", softmax_scale=0.1, requires_grad=True,
     )  # fmt: skip
-    if "cu_q" in change:
-        change = {"packed": True, "total_q": 512 * 16, "total_k": 512 * 16}
     gpu = replace(Gpu.for_arch("sm_90"), num_sms=132)
     assert dispatch.gradients_for(replace(problem, **change), gpu).NAME == kernel
 
