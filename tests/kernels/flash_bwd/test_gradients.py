@@ -197,11 +197,10 @@ def test_some_gradients_alone(dtype: str, config: Config) -> None:
         for want, name, one, expected in zip(
             wanted, NAMES, differentiate(call, dout, dlse, wanted, config), whole, strict=True
         ):
-            assert (one is None) != want, (wanted, name)
-            if want and DEVICE == "cpu":
-                assert bits(one) == bits(expected), (wanted, name)
-            elif want:
+            assert (one is not None) == want, (wanted, name)
+            if one is not None and expected is not None:
                 torch.testing.assert_close(one, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+                assert DEVICE.type != "cpu" or bits(one) == bits(expected), (wanted, name)
 
 
 def test_gradients_of_absent_operands_are_none() -> None:

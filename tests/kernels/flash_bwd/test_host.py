@@ -82,7 +82,12 @@ def test_which_sequences_take_a_joint_launch(
     arch: str, head_dim: int, lengths: tuple[int, int], change: dict[str, Any]
 ) -> None:
     gpu = Gpu.for_arch(arch)
-    sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "head_dim": head_dim, "head_dim_v": head_dim}
+    sizes: dict[str, Any] = {
+        "seqlen_q": lengths[0],
+        "seqlen_k": lengths[1],
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+    }
     config = flash_bwd.default(replace(PROBLEM, **sizes, **change), gpu)
     assert config is not None
     expected = lengths == (16, 9) and gpu.capability == 90 if change else lengths == (32, 20)
