@@ -79,7 +79,7 @@ class Point:
 def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
     if "joint-gradients" in path.name:
-        return list(_of_joint_launch(json.loads(path.read_text(encoding="utf-8"))["joint launch of flash_bwd"]))
+        return list(_of_joint_launch(json.loads(path.read_text(encoding="utf-8"))["short sequences"]))
     if path.suffix == ".json":
         return list(_of_paired_gradients(json.loads(path.read_text(encoding="utf-8"))))
     if "decode-large-heads" in path.name:
@@ -206,7 +206,7 @@ def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
         if row.documents or row.beside == "trained bias" or config is None or not config.joint:
             continue
         tile = config.dq
-        us = 1e3 * median(m["ms"][f"joint {tile.block_m}x{tile.block_n}w{tile.num_warps}"])
+        us = 1e3 * median(m["configs"][f"joint {tile.block_m}x{tile.block_n}w{tile.num_warps}"])
         yield Point(flash_bwd, config, problem, us, True, m["case"], True)
 
 

@@ -142,7 +142,8 @@ def one_tile(problem: AttentionProblem) -> tuple[int, int]:
 def largest_tile(problem: AttentionProblem) -> int:
     """Returns the scores of the largest tile that computes all gradients of a sequence faster than several launches do
     on an H200 (2026-11-29-h200-joint-gradients.json)."""
-    return 8192 if max(problem.head_dim, problem.head_dim_v) <= 64 else 4096
+    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+    return 4096 if max(problem.head_dim, problem.head_dim_v) > 64 else 16384 if is_masked else 8192
 
 
 def changed(config: C, rows: Sequence[Rule[Callable[[C, Any], C]]], call: Any) -> C:

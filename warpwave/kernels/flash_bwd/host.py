@@ -9,6 +9,9 @@ queries; each recomputes the probabilities of a tile.
 Dao, "FlashAttention-2" (2023), algorithm 2, with a separate loop for dQ instead of atomic additions: seven products
 instead of five, each sum in a fixed order, and no later pass over dQ. The gradient of a bias takes a third launch.
 
+If one tile holds a sequence, a joint launch computes all gradients with five products, and reads neither out nor the
+log-sum-exp (joint.py).
+
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
 """
 
