@@ -203,6 +203,15 @@ def test_some_gradients_alone(dtype: str, config: Config) -> None:
                 assert DEVICE.type != "cpu" or bits(one) == bits(expected), (wanted, name)
 
 
+def test_a_joint_launch_has_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs: list[Any] = []
+    monkeypatch.setattr(host.scratch, "memory", lambda given, device: needs.append(given) or (lambda: ()))
+    call = cases.build(CASE, "normal", DEVICE)
+    for config in (SMALL, JOINT):
+        flash_bwd.bind(call.problem, harness.GPU, call.operands, ALL, config)
+    assert [len(given) for given in needs] == [1, 0]
+
+
 def test_gradients_of_absent_operands_are_none() -> None:
     call = cases.build(CASE, "normal", DEVICE)
     assert differentiate(call, upstream(call)[0])[3:] == (None, None, None)

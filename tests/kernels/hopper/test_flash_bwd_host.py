@@ -47,6 +47,8 @@ def inputs(seqlen: int = 2048) -> list[torch.Tensor]:
         (64, (65, 64), {}, "flash_bwd"),
         (64, (128, 64), {}, "flash_bwd"),
         (64, (65, 65), {}, "hopper/flash_bwd"),
+        (64, (129, 16), {}, "hopper/flash_bwd"),
+        (256, (128, 16), {}, "hopper/flash_bwd"),
         (64, (128, 128), {"mask_shape": (512, 1, 1, 128)}, "flash_bwd"),
         (72, (65, 64), {"mask_shape": (512, 1, 1, 64)}, "hopper/flash_bwd"),
         (64, (64, 64), {"batch": 1}, "flash_bwd"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -140,8 +139,18 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
 
 
 def smem_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
-    """Returns `smem_bytes` of the joint launch: its operands, P and dS, and with a mask or bias its cells, and the
-    operands once more."""
+    """Returns `smem_bytes` of the joint launch: its operands, and a float32 tile of scores or of a gradient,
+    which changes its layout; on AMD, one operand or tile at a time."""
+    size, widths = DTYPE_BYTES[problem.dtype], total_widths(problem, gpu, tile.block_m)
+    gradient, score = max(tile.block_m, tile.block_n) * max(widths), tile.block_m * tile.block_n
+    if gpu.vendor == "amd":
+        return max(size * gradient, 4 * score) * 17 // 16
+    return size * (tile.block_m + tile.block_n) * sum(widths) + 4 * max(gradient, score) + 1024
+
+
+def smem_in_use_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
+    """Returns the shared memory of the joint launch that the time model is fitted with: operands, P, dS, and with a
+    mask or bias its cells and the operands once more."""
     size, score = DTYPE_BYTES[problem.dtype], tile.block_m * tile.block_n
     operands = size * (tile.block_m + tile.block_n) * sum(total_widths(problem, gpu, tile.block_m))
     has_mask = problem.mask_shape is not None or problem.bias_shape is not None
@@ -158,9 +167,6 @@ def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool
 
 
 BLOCKS_PER_SM = 4
-LARGEST_TILE = (
-    4096  # scores of a joint launch's tile on Hopper: 128 x 128 takes 0.9 to 1.6 of the time of launches apart
-)
 
 
 def parts_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -253,9 +259,13 @@ class Call:
         self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
 
-    def fits(self, scores: int) -> bool:
-        """Returns whether the joint launch can run with a tile of at most so many scores."""
-        return adds_up(self.problem) and math.prod(one_tile(self.problem)) <= scores
+    def fits(self, longest: int, scores: int | None = None) -> bool:
+        """Returns whether the joint launch can run with a tile of at most `longest` rows, `longest` keys and so many
+        scores."""
+        rows, keys = one_tile(self.problem)
+        if not adds_up(self.problem) or max(rows, keys) > longest or rows * keys > (scores or longest * longest):
+            return False
+        return smem_of_joint(self.problem, self.gpu, Tile(rows, keys, 4, 1)) <= self.gpu.smem_per_block_bytes
 
 
 def _joint(call: Call) -> Config:
@@ -271,29 +281,29 @@ JOINT = "2026-11-29-h200-joint-gradients.json"
 RULES: tuple[Rule[Any], ...] = (
     Rule(
         "Hopper, float32 up to head_dim 64, a tile of 16 x 16 holds a sequence",
-        lambda c: c.is_hopper and c.is_float32 and c.bucket == 0 and c.fits(256),
+        lambda c: c.is_hopper and c.is_float32 and c.bucket == 0 and c.fits(16),
         (_joint,),
         "1.7 times as fast as separate launches with the same tile in one call",
         JOINT,
     ),
     Rule(
         "Hopper, 16 bits, a tile of at most 4,096 scores, up to head_dim 64 of 8,192, there with a mask or bias of "
-        "16,384, holds a sequence",
-        lambda c: c.is_hopper and c.is_16_bit and c.fits(largest_tile(c.problem)),
+        "16,384, holds a sequence, with at most 128 rows and keys",
+        lambda c: c.is_hopper and c.is_16_bit and c.fits(128, largest_tile(c.problem)),
         (_joint,),
         "1.6 to 2.7 times as fast as separate launches with the same tile in thirteen calls",
         JOINT,
     ),
     Rule(
-        "other NVIDIA cards and AMD CDNA, 16 bits, head_dim up to 128, a tile of at most 4,096 scores holds a sequence",
-        lambda c: not (c.is_hopper or c.gpu.is_rdna) and c.is_16_bit and c.bucket < 2 and c.fits(4096),
+        "other NVIDIA cards and AMD CDNA, 16 bits, head_dim up to 128, a tile of at most 64 x 64 holds a sequence",
+        lambda c: not (c.is_hopper or c.gpu.is_rdna) and c.is_16_bit and c.bucket < 2 and c.fits(64),
         (_joint,),
         "predicted on six cards: 1.2 to 20 times as fast as separate launches, by constants that favor it",
         "short_sequences.md",
     ),
     Rule(
-        "AMD RDNA, 16 bits, head_dim up to 64, a tile of at most 1,024 scores holds a sequence",
-        lambda c: c.gpu.is_rdna and c.is_16_bit and c.bucket == 0 and c.fits(1024),
+        "AMD RDNA, 16 bits, head_dim up to 64, a tile of at most 32 x 32 holds a sequence",
+        lambda c: c.gpu.is_rdna and c.is_16_bit and c.bucket == 0 and c.fits(32),
         (_joint,),
         "one launch of five products in place of two of seven; larger tiles and rows spill",
         "short_sequences.md",

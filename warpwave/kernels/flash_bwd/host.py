@@ -78,7 +78,8 @@ class Outputs(NamedTuple):
 
     Attributes:
         dq, dk, dv, dbias: gradients, contiguous.
-        statistics: log-sum-exp and delta of each row (`tiles.store_statistics`), int64, shaped as lse.
+        statistics: log-sum-exp and delta of each row (`tiles.store_statistics`), int64, shaped as lse; None in a joint
+            launch.
         of_slopes, of_sinks: the contribution of each tile of queries to a gradient, float32 (batch, num_heads_q,
             tiles).
         of_bias: sums of parts of dbias, float32 (parts, *dbias.shape), if there are several.
@@ -187,18 +188,20 @@ def _allocator(
     makers = [maker(t) if want else None for t, want in zip(sources, wanted, strict=False)]
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
-    wanted_parts = [name for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True) if want]
-    of_rows = ((*rows[:-1], problem.num_heads_q, rows[-1]), torch.int64)
-    needs = [of_rows, *[(of_heads, torch.float32) for _ in wanted_parts]]
+    needs: dict[str, scratch.Need] = {}
+    if not config.joint:
+        needs["statistics"] = ((*rows[:-1], problem.num_heads_q, rows[-1]), torch.int64)
+    for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True):
+        if want:
+            needs[name] = (of_heads, torch.float32)
     if wanted[3] and (parts := parts_of_bias(problem, gpu, config)) > 1:
-        wanted_parts.append("of_bias")
-        needs.append(((parts, *operands.bias.shape), torch.float32))
+        needs["of_bias"] = ((parts, *operands.bias.shape), torch.float32)
         makers[3] = None
-    workspace = scratch.memory(needs, device)
+    workspace = scratch.memory(list(needs.values()), device)
 
     def allocate() -> Outputs:
         gradients = [None if make is None else make() for make in makers]
-        return Outputs(*gradients, **dict(zip(("statistics", *wanted_parts), workspace(), strict=True)))
+        return Outputs(*gradients, **dict(zip(needs, workspace(), strict=True)))
 
     return allocate
 

@@ -1,4 +1,4 @@
-"""Device code that the three launches share: the probabilities of a tile, and the gradient of its scores.
+"""Device code that the launches share: the probabilities of a tile, and the gradient of its scores.
 
 A tile is [BLOCK_M, BLOCK_N] if a block owns queries, and transposed, [BLOCK_N, BLOCK_M], if it owns keys. The functions
 take positions as two-dimensional tensors that broadcast to the tile, so they serve both.

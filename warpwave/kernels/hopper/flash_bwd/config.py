@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons, rules
+from warpwave.kernels.flash_bwd import config as flash_bwd
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule
@@ -240,23 +241,23 @@ LARGEST_GROUP = 4  # query heads of a kv head that a block of flash_bwd may walk
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `flash_bwd` is faster: one tile of its joint launch holds a sequence, and an SM runs many at once.
 
-    Times of this kernel over those of that launch on an H200, in 39 calls (2026-11-29-h200-joint-gradients.json): 3 to
+    Times of this kernel over those of that launch on an H200, in 40 calls (2026-11-29-h200-joint-gradients.json): 3 to
     18 with up to 16 queries and keys, 2.6 to 7.2 with up to 32, 1.1 to 5 with up to 64, least at head_dim 256, 1.1 to
-    2.4 with 16 to 64 queries on 77 to 128 keys. With 128 x 128 it is 0.85 to 1.6.
+    2.4 with 16 to 64 queries on 77 to 128 keys, 1.3 with 128 x 128 and padding. Without a mask, 128 x 128 is 0.85 to
+    1.6.
 
     A block of that launch walks all query heads of its kv head. With 8 and 16 of them and 256 blocks or more it is 1.1
     to 5.3 times as fast; 0.6 is predicted for one sequence of 64 with 64 query heads on one kv head.
     """
     is_wide = problem.num_heads_q > LARGEST_GROUP * problem.num_heads_kv
     is_idle = is_wide and problem.batch * problem.num_heads_kv < NUM_SMS
-    # The launch cannot add up the gradients of a bias beside grouped heads.
-    is_apart = problem.bias_shape is not None and problem.num_heads_q != problem.num_heads_kv
-    if is_idle or is_apart or problem.dtype == "float32":
+    if is_idle or problem.dtype == "float32":
         return []
-    rows, keys = rules.one_tile(problem)
-    if rows * keys > rules.largest_tile(problem):
+    config = flash_bwd.default(problem, gpu)
+    if config is None or not config.joint:
         return []
-    return [f"a tile of {rows} x {keys} holds a sequence: flash_bwd's joint launch is 1.1 to 18 times as fast"]
+    tile = f"{config.dq.block_m} x {config.dq.block_n}"
+    return [f"a tile of {tile} holds a sequence: flash_bwd's joint launch is 1.1 to 18 times as fast"]
 
 
 def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
