@@ -38,6 +38,7 @@ USES_THE_WORKBENCH = {
 # (family, imported family): reason.
 USES_ANOTHER_FAMILY = {
     ("kernels.flash_fwd", "kernels.prepass"): "splitting float32 keys and values is the first launch of this forward",
+    ("kernels.hopper.flash_bwd", "kernels.flash_bwd"): "`outrun` asks whether that kernel's joint launch takes a call",
     ("kernels.hopper.flash_bwd", "kernels.prepass"): "packing the mask into bits precedes these gradients",
     ("kernels.hopper.flash_fwd", "kernels.prepass"): "scaling q, and packing the mask into bits, precede this forward",
     ("kernels.large_head_dim", "kernels.hopper.large_head_dim"): "the kernel of latent caches uses its rings of chunks",

@@ -132,20 +132,6 @@ def fits_one_tile(problem: AttentionProblem, size: int) -> bool:
     return not problem.packed and max(problem.seqlen_q, problem.seqlen_k) <= size
 
 
-def one_tile(problem: AttentionProblem) -> tuple[int, int]:
-    """Returns the tile that holds all queries and all keys of a sequence, of a packed call the longest: powers of two,
-    at least 16."""
-    rows, keys = (1 << (max(16, n) - 1).bit_length() for n in (problem.seqlen_q, problem.seqlen_k))
-    return rows, keys
-
-
-def largest_tile(problem: AttentionProblem) -> int:
-    """Returns the scores of the largest tile that computes all gradients of a sequence faster than several launches do
-    on an H200 (2026-11-29-h200-joint-gradients.json)."""
-    is_masked = problem.mask_shape is not None or problem.bias_shape is not None
-    return 4096 if max(problem.head_dim, problem.head_dim_v) > 64 else 16384 if is_masked else 8192
-
-
 def changed(config: C, rows: Sequence[Rule[Callable[[C, Any], C]]], call: Any) -> C:
     """Returns the config after the changes of the rows, in their order."""
     for rule in rows:

@@ -51,6 +51,8 @@ def inputs(seqlen: int = 2048) -> list[torch.Tensor]:
         (256, (128, 16), {}, "hopper/flash_bwd"),
         (64, (128, 128), {"mask_shape": (512, 1, 1, 128)}, "flash_bwd"),
         (72, (65, 64), {"mask_shape": (512, 1, 1, 64)}, "hopper/flash_bwd"),
+        (256, (64, 64), {"mask_shape": (512, 1, 1, 64)}, "hopper/flash_bwd"),
+        (256, (32, 32), {"mask_shape": (512, 1, 1, 32)}, "flash_bwd"),
         (64, (64, 64), {"batch": 1}, "flash_bwd"),
         (64, (64, 64), {"num_heads_q": 64, "num_heads_kv": 1}, "flash_bwd"),
         (64, (64, 64), {"batch": 128, "num_heads_q": 64, "num_heads_kv": 1}, "hopper/flash_bwd"),

@@ -256,7 +256,8 @@ def test_tiles_of_widths_between_the_powers_of_two(
     [
         (32, 49, {"bias_shape": (1, 4, 49, 49), "bias_dtype": "float16"}, (64, 64, 3, 3)),
         (64, 4096, {"bias_shape": (1, 4, 4096, 4096), "bias_dtype": "float16"}, (64, 64, 2, 3)),
-        (64, 256, {"bias_shape": (1, 4, 256, 256), "bias_dtype": "float32"}, (128, 128, 2, 1)),
+        (64, 256, {"bias_shape": (1, 4, 256, 256), "bias_dtype": "float32"}, (64, 64, 2, 3)),
+        (64, 1025, {"bias_shape": (1, 4, 1025, 1025), "bias_dtype": "float32"}, (128, 128, 2, 1)),
         (64, 512, {"mask_shape": (8, 1, 1, 512)}, (64, 64, 3, 3)),
         (64, 2048, {"mask_shape": (8, 1, 1, 2048)}, (192, 128, 3, 1)),
         (128, 64, {"mask_shape": (8, 1, 1, 64)}, (64, 64, 2, 2)),

@@ -21,8 +21,6 @@ from warpwave.kernels.rules import (
     TWO_TILES,
     Rule,
     by_width,
-    largest_tile,
-    one_tile,
 )
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -148,15 +146,6 @@ def smem_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
     return size * (tile.block_m + tile.block_n) * sum(widths) + 4 * max(gradient, score) + 1024
 
 
-def smem_in_use_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
-    """Returns the shared memory of the joint launch that the time model is fitted with: operands, P, dS, and with a
-    mask or bias its cells and the operands once more."""
-    size, score = DTYPE_BYTES[problem.dtype], tile.block_m * tile.block_n
-    operands = size * (tile.block_m + tile.block_n) * sum(total_widths(problem, gpu, tile.block_m))
-    has_mask = problem.mask_shape is not None or problem.bias_shape is not None
-    return (1 + has_mask) * operands + score * (2 * size + bytes_per_score(problem)) + 1024
-
-
 def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
     """Returns the part of `smem_of_tile` that launches usually need on NVIDIA GPUs: the owned operands, and the walked
     tiles in flight, with `mma` all but the one in registers. Without float32 parts they compile to that."""
@@ -259,13 +248,25 @@ class Call:
         self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
 
-    def fits(self, longest: int, scores: int | None = None) -> bool:
+    def fits(self, longest: int, scores: int = 128 * 128) -> bool:
         """Returns whether the joint launch can run with a tile of at most `longest` rows, `longest` keys and so many
         scores."""
         rows, keys = one_tile(self.problem)
-        if not adds_up(self.problem) or max(rows, keys) > longest or rows * keys > (scores or longest * longest):
+        if not adds_up(self.problem) or max(rows, keys) > longest or rows * keys > scores:
             return False
         return smem_of_joint(self.problem, self.gpu, Tile(rows, keys, 4, 1)) <= self.gpu.smem_per_block_bytes
+
+    def fits_on_hopper(self) -> bool:
+        """Returns whether the joint launch fits, and computes all gradients faster than several launches do."""
+        scores = (16384 if self.is_masked else 8192, 4096, 1024 if self.is_masked else 4096)[self.bucket]
+        return self.fits(128 if self.bucket < 2 else 64, scores)
+
+
+def one_tile(problem: AttentionProblem) -> tuple[int, int]:
+    """Returns the tile that holds all queries and all keys of a sequence, of a packed call the longest: powers of two,
+    at least 16."""
+    rows, keys = (1 << (max(16, n) - 1).bit_length() for n in (problem.seqlen_q, problem.seqlen_k))
+    return rows, keys
 
 
 def _joint(call: Call) -> Config:
@@ -287,9 +288,9 @@ RULES: tuple[Rule[Any], ...] = (
         JOINT,
     ),
     Rule(
-        "Hopper, 16 bits, a tile of at most 4,096 scores, up to head_dim 64 of 8,192, there with a mask or bias of "
-        "16,384, holds a sequence, with at most 128 rows and keys",
-        lambda c: c.is_hopper and c.is_16_bit and c.fits(128, largest_tile(c.problem)),
+        "Hopper, 16 bits, a tile of at most 4,096 scores and 128 rows and keys holds a sequence; to head_dim 64 8,192 "
+        "scores, with a mask or bias 16,384; above 128 64 rows and keys, with a mask or bias 1,024 scores",
+        lambda c: c.is_hopper and c.is_16_bit and c.fits_on_hopper(),
         (_joint,),
         "1.6 to 2.7 times as fast as separate launches with the same tile in thirteen calls",
         JOINT,

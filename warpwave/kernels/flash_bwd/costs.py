@@ -25,7 +25,7 @@ from warpwave.kernels.flash_bwd.config import (
     arithmetic_of,
     parts_of_bias,
     smem_in_use,
-    smem_in_use_of_joint,
+    smem_of_joint,
     smem_of_tile,
 )
 from warpwave.kernels.gradient_costs import cell_bytes, keys_of, of_keys, of_queries, of_zeros
@@ -102,7 +102,7 @@ def _joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
         read_bytes=size * (rows + group * keys) * width + cells,
         write_bytes=written,
         first_bytes=once + min(cells, cell_bytes(problem)),
-        smem_bytes=smem_in_use_of_joint(problem, gpu, tile),
+        smem_bytes=smem_of_joint(problem, gpu, tile),
         smem_margin=0,
         far=1.0,
         registers=_registers_of_joint(problem, gpu, tile),
