@@ -17,10 +17,10 @@ from warpwave import (
     PagedKVCache,
     Rotary,
     UnsupportedProblem,
+    api,
     attention,
     attention_varlen,
     attention_with_kv_cache,
-    cached_calls,
     dispatch,
     plans,
     warmup,
@@ -350,7 +350,7 @@ def test_warmup_compiles_what_a_call_with_gradients_runs(
             return lambda operands, results, dout, dlse: run.append((name, dlse is not None))
 
         monkeypatch.setitem(vars(family), "bind", bind)
-    monkeypatch.setattr(cached_calls, "current_gpu", lambda device: Gpu.for_arch("sm_90"))
+    monkeypatch.setattr(api, "current_gpu", lambda device: Gpu.for_arch("sm_90"))
     assert warmup([problem], "cpu") == 1
     forward, gradients = dispatch.forward_of(problem, Gpu.for_arch("sm_90"))
     assert bound == [(dispatch.choose(forward, Gpu.for_arch("sm_90")).kernel.NAME, forward), (gradients, forward)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from warpwave.api import attention as attention
     from warpwave.api import attention_varlen as attention_varlen
     from warpwave.api import attention_with_kv_cache as attention_with_kv_cache
-    from warpwave.cached_calls import warmup as warmup
+    from warpwave.api import warmup as warmup
     from warpwave.errors import InvalidInput as InvalidInput
     from warpwave.errors import InvalidType as InvalidType
     from warpwave.errors import OutOfPages as OutOfPages
@@ -39,7 +39,7 @@ _HOME = {
     "attention_varlen": "warpwave.api",
     "attention_with_kv_cache": "warpwave.api",
     "merge_states": "warpwave.states",
-    "warmup": "warpwave.cached_calls",
+    "warmup": "warpwave.api",
     "quantize": "warpwave.kernels.quantize",
     "Quantized": "warpwave.kernels.quantize",
     "PagedKVCache": "warpwave.kv_cache",

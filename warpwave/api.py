@@ -1,26 +1,31 @@
-"""The public calls: `attention` for dense batches, `attention_varlen` for packed sequences, `attention_with_kv_cache`.
+"""The public calls: `attention` for dense batches, `attention_varlen` for packed sequences, `attention_with_kv_cache`;
+and `warmup`, which compiles ahead of them.
 
-They return a tensor or, with `return_lse`, a pair. The annotation is Any, because every typed caller would have to
+The calls return a tensor or, with `return_lse`, a pair. The annotation is Any, because every typed caller would have to
 narrow a union.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from warpwave import autograd, cached_calls, ops, plans
+from warpwave import autograd, cached_calls, dispatch, ops, plans
 from warpwave.checks import (
     check_are_tensors,
     check_out_is_writable,
     check_packed_lengths,
+    check_problem,
     describe_call,
     settled,
 )
-from warpwave.errors import InvalidType, UnsupportedProblem
+from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.gpu import current_gpu, present_device
 from warpwave.kernels import descales, dropout
 from warpwave.kv_cache import CacheLayer, PagedKVCache, Rotary, integers
 from warpwave.operands import AnyOperands, CachedOperands, DropoutOperands, Operands, QuantizedOperands
@@ -33,7 +38,7 @@ from warpwave.options import (
     spell_switches,
     with_positive_scale,
 )
-from warpwave.problem import Causal
+from warpwave.problem import AttentionProblem, Causal
 
 _new: Any = tuple.__new__  # takes a third of the time of a named tuple's constructor
 
@@ -514,3 +519,72 @@ def _call(
     else:
         out, lse = torch.ops.warpwave.attention(*tensors, *chosen, kernel, encoded)
     return out, lse
+
+
+def warmup(
+    problems: Iterable[AttentionProblem], device: torch.device | str = "cuda", *, workers: int = 1, **options: Any
+) -> int:
+    """Compiles what calls will need, before requests arrive or a CUDA graph is captured.
+
+    Args:
+        problems: problems of dense, packed or cached calls. Tensors are assumed contiguous; K and V of a cached problem
+            are in a pool as `PagedKVCache` makes it, and its call names its rows. With `requires_grad`, gradients of
+            q, k, v and sinks are compiled too: they are computed once, of zeros. With `return_lse`, they are compiled
+            with and without a gradient of the log-sum-exp. Gradients of a bias and of ALiBi slopes compile in their
+            first backward.
+        device: device of the calls; without a number, the current one.
+        workers: threads that compile. LLVM and ptxas, which take most of the time, release Python's lock. Each thread
+            allocates the tensors of one problem at a time.
+        options: `kernel`, `config`, and for cached problems `num_splits`, with the calls' values.
+
+    Returns:
+        How many plans were made.
+
+    Raises:
+        UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
+        InvalidInput: `workers` is not positive, no call can have an option or a problem, or the device is a GPU and
+            there is none.
+        InvalidType: `problems` is no sequence, such as a single problem, or `workers` or `num_splits` is not an
+            integer.
+    """
+    if isinstance(problems, AttentionProblem) or not isinstance(problems, Iterable):
+        raise InvalidType(f"problems is of type {type(problems).__name__}; it must be a sequence of AttentionProblem")
+    unknown = options.keys() - {"kernel", "config", "num_splits"}
+    if unknown:
+        raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")
+    if as_int("workers", workers) < 1:
+        raise InvalidInput(f"workers is {workers}; it must be at least 1")
+    device = present_device(device)
+    if device == torch.device("cuda"):  # threads begin with device 0
+        device = torch.device("cuda", torch.cuda.current_device())
+    kernel, config, num_splits = options.get("kernel", "auto"), options.get("config"), options.get("num_splits")
+    num_splits = None if num_splits is None else as_int("num_splits", num_splits)
+    gpu, chosen = current_gpu(device), []
+    for problem in problems:
+        check_problem(problem)
+        serving = cached_calls.Serving(num_splits, problem.batch_invariant)
+        cached_calls.check_splits(serving)
+        forward, gradients = dispatch.forward_of(problem, gpu, kernel)
+        if problem.page_size:
+            choice = cached_calls.choose(problem, gpu, serving, kernel, config)
+        else:
+            choice = dispatch.choose(forward, gpu, kernel, config)
+        if problem.rows and problem.batch:
+            chosen.append((problem, forward, choice, gradients))
+
+    def compile_for(
+        problem: AttentionProblem, forward: AttentionProblem, choice: dispatch.Choice, gradients: str
+    ) -> None:
+        operands = cached_calls.blank_operands(problem, device)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            choice.kernel.bind(forward, operands, choice.config)
+            if gradients:  # their kernels compile in the first run; eager's gradients compile nothing
+                wanted = (True, True, True, False, False, problem.has_sinks)
+                compute = autograd.bind_gradients(problem, gpu, operands, wanted, kernel)
+                out = operands.q.new_zeros((*operands.q.shape[:-1], problem.head_dim_v))
+                lse = operands.q.new_zeros(plans.lse_shape(problem.packed, operands.q), dtype=torch.float32)
+                for dlse in (None, lse) if problem.return_lse else (None,):
+                    compute(operands, (out, lse), out, dlse)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return sum(1 for _ in pool.map(compile_for, *zip(*chosen, strict=True)))

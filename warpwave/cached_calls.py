@@ -1,4 +1,4 @@
-"""Calls on a paged cache: the implementation of `attention_with_kv_cache`, and `warmup`.
+"""Calls on a paged cache: the implementation of `attention_with_kv_cache`.
 
 Lengths and page tables are contents of tensors, so they change without a new plan.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,11 +19,10 @@ from warpwave import autograd, dispatch, plans
 from warpwave.checks import (
     check_apart,
     check_out,
-    check_problem,
     describe_cached_call,
 )
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
-from warpwave.gpu import Gpu, current_gpu, present_device
+from warpwave.gpu import Gpu
 from warpwave.kernels import descales
 from warpwave.kernels.family import Family
 from warpwave.kv_cache import (
@@ -39,7 +37,7 @@ from warpwave.kv_cache import (
     values_in,
 )
 from warpwave.operands import CachedOperands, DropoutOperands, Operands, QuantizedOperands
-from warpwave.options import Options, as_int
+from warpwave.options import Options
 from warpwave.problem import AttentionProblem
 
 append_kv, split_kv = Family("append_kv"), dispatch.split_kv
@@ -155,11 +153,11 @@ def check(operands: CachedOperands, options: Options, serving: Serving) -> Atten
     problem = describe_cached_call(operands, options, serving.batch_invariant)
     if serving.shared_prefix < 0:
         raise InvalidInput(f"shared_prefix is {serving.shared_prefix}; it must be a number of tokens, 0 for none")
-    _check_splits(serving)
+    check_splits(serving)
     return problem
 
 
-def _check_splits(serving: Serving) -> None:
+def check_splits(serving: Serving) -> None:
     """Raises InvalidInput if no call can have the number of splits."""
     if serving.num_splits is not None:
         if not 1 <= serving.num_splits <= MOST_SPLITS:
@@ -479,75 +477,6 @@ def _check_prefix(
         shared_before = before[row] == before[rows[0]] and min(held[row], held[rows[0]]) >= shared_prefix
         if table[row] != table[rows[0]] and not shared_before:
             raise InvalidInput(f"rows {rows[0]} and {row} do not share the pages of their first {shared_prefix} tokens")
-
-
-def warmup(
-    problems: Iterable[AttentionProblem], device: torch.device | str = "cuda", *, workers: int = 1, **options: Any
-) -> int:
-    """Compiles what calls will need, before requests arrive or a CUDA graph is captured.
-
-    Args:
-        problems: problems of dense, packed or cached calls. Tensors are assumed contiguous; K and V of a cached problem
-            are in a pool as `PagedKVCache` makes it, and its call names its rows. With `requires_grad`, gradients of
-            q, k, v and sinks are compiled too: they are computed once, of zeros. With `return_lse`, they are compiled
-            with and without a gradient of the log-sum-exp. Gradients of a bias and of ALiBi slopes compile in their
-            first backward.
-        device: device of the calls; without a number, the current one.
-        workers: threads that compile. LLVM and ptxas, which take most of the time, release Python's lock. Each thread
-            allocates the tensors of one problem at a time.
-        options: `kernel`, `config`, and for cached problems `num_splits`, with the calls' values.
-
-    Returns:
-        How many plans were made.
-
-    Raises:
-        UnsupportedProblem: naming the problem that no kernel, or not the requested one, can run. Nothing is compiled.
-        InvalidInput: `workers` is not positive, no call can have an option or a problem, or the device is a GPU and
-            there is none.
-        InvalidType: `problems` is no sequence, such as a single problem, or `workers` or `num_splits` is not an
-            integer.
-    """
-    if isinstance(problems, AttentionProblem) or not isinstance(problems, Iterable):
-        raise InvalidType(f"problems is of type {type(problems).__name__}; it must be a sequence of AttentionProblem")
-    unknown = options.keys() - {"kernel", "config", "num_splits"}
-    if unknown:
-        raise InvalidInput(f"warmup takes kernel, config and num_splits; {', '.join(sorted(unknown))} is none of them")
-    if as_int("workers", workers) < 1:
-        raise InvalidInput(f"workers is {workers}; it must be at least 1")
-    device = present_device(device)
-    if device == torch.device("cuda"):  # threads begin with device 0
-        device = torch.device("cuda", torch.cuda.current_device())
-    kernel, config, num_splits = options.get("kernel", "auto"), options.get("config"), options.get("num_splits")
-    num_splits = None if num_splits is None else as_int("num_splits", num_splits)
-    gpu, chosen = current_gpu(device), []
-    for problem in problems:
-        check_problem(problem)
-        serving = Serving(num_splits, problem.batch_invariant)
-        _check_splits(serving)
-        forward, gradients = dispatch.forward_of(problem, gpu, kernel)
-        if problem.page_size:
-            choice = choose(problem, gpu, serving, kernel, config)
-        else:
-            choice = dispatch.choose(forward, gpu, kernel, config)
-        if problem.rows and problem.batch:
-            chosen.append((problem, forward, choice, gradients))
-
-    def compile_for(
-        problem: AttentionProblem, forward: AttentionProblem, choice: dispatch.Choice, gradients: str
-    ) -> None:
-        operands = blank_operands(problem, device)
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            choice.kernel.bind(forward, operands, choice.config)
-            if gradients:  # their kernels compile in the first run; eager's gradients compile nothing
-                wanted = (True, True, True, False, False, problem.has_sinks)
-                compute = autograd.bind_gradients(problem, gpu, operands, wanted, kernel)
-                out = operands.q.new_zeros((*operands.q.shape[:-1], problem.head_dim_v))
-                lse = operands.q.new_zeros(plans.lse_shape(problem.packed, operands.q), dtype=torch.float32)
-                for dlse in (None, lse) if problem.return_lse else (None,):
-                    compute(operands, (out, lse), out, dlse)
-
-    with ThreadPoolExecutor(workers) as pool:
-        return sum(1 for _ in pool.map(compile_for, *zip(*chosen, strict=True)))
 
 
 def blank_operands(problem: AttentionProblem, device: torch.device) -> Any:

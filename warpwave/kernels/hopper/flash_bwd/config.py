@@ -242,7 +242,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `flash_bwd` is faster: one tile of its joint launch holds a sequence, and an SM runs many at once.
 
     Times of this kernel over those of that launch on an H200, in 40 calls (2026-11-29-h200-joint-gradients.json): 3 to
-    18 with up to 16 queries and keys, 2.6 to 7.2 with up to 32, 1.1 to 5 with up to 64, least at head_dim 256, 1.1 to
+    18 with up to 16 queries and keys, 2.6 to 6.3 with up to 32, 1.1 to 5 with up to 64, least at head_dim 256, 1.1 to
     2.4 with 16 to 64 queries on 77 to 128 keys, 1.3 with 128 x 128 and padding. Without a mask, 128 x 128 is 0.85 to
     1.6.
 
