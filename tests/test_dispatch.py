@@ -38,7 +38,13 @@ PROBLEM = AttentionProblem(
         ({"seqlen_q": 192, "seqlen_k": 192}, H200, "split_kv"),  # 24 tiles of rows, whose launch begins ahead
         ({"seqlen_q": 192, "seqlen_k": 200}, H200, "flash_fwd"),  # short enough for lighter blocks
         ({"seqlen_q": 30, "seqlen_k": 30}, H200, "split_kv"),
-        ({"seqlen_k": 1025}, H200, "hopper/flash_fwd"),
+        ({"seqlen_k": 1025}, H200, "split_kv"),
+        ({"seqlen_q": 512, "seqlen_k": 2048}, H200, "split_kv"),  # two splits suffice if each tile sees 2,048 keys
+        ({"seqlen_q": 512, "seqlen_k": 1900}, H200, "hopper/flash_fwd"),
+        ({"seqlen_q": 640, "seqlen_k": 8192}, H200, "hopper/flash_fwd"),  # 80 tiles, more than half of the SMs
+        ({"seqlen_q": 512, "seqlen_k": 8192, "head_dim": 192}, H200, "hopper/flash_fwd"),
+        ({"seqlen_q": 512, "seqlen_k": 8192, "window_size": (500, 0)}, H200, "hopper/flash_fwd"),
+        ({"seqlen_q": 512, "seqlen_k": 8192, "dtype": "float32"}, H200, "hopper/flash_fwd"),
         ({"seqlen_k": 513}, H200, "split_kv"),  # 16 tiles of rows for 132 SMs
         ({"seqlen_k": 513, "batch": 9}, H200, "hopper/flash_fwd"),
         ({"seqlen_q": 1, "seqlen_k": 4000}, H200, "split_kv"),
@@ -79,7 +85,7 @@ PROBLEM = AttentionProblem(
         ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 8192, "batch": 33}, H200, "hopper/flash_fwd"),
         ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 8192, "batch": 32}, H200, "large_head_dim"),
         ({"head_dim": 320, "seqlen_q": 64, "seqlen_k": 32768}, H200, "hopper/flash_fwd"),
-        ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 2047}, H200, "hopper/flash_fwd"),
+        ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 1900}, H200, "hopper/flash_fwd"),
         ({"head_dim": 320, "seqlen_q": 1, "seqlen_k": 32768, "window_size": (64, 0)}, H200, "hopper/flash_fwd"),
         ({"head_dim": 512, "packed": True, "total_q": 200, "total_k": 200}, H200, "hopper/large_head_dim"),
         ({"head_dim": 512, "packed": True, "total_q": 200, "total_k": 200, "seqlen_q": 64}, H200, "large_head_dim"),

@@ -261,7 +261,7 @@ def test_short_prompts_walk_their_keys_in_one_step(batch: int, heads: int, keys:
     )  # fmt: skip
     config = split_kv.configs(prompt, H200)[0]
     assert (config.block_m, config.block_n) == tile and config.num_splits == 1 and config.launched_ahead
-    for change in ({"batch_invariant": True}, {"head_dim": 128}, {"packed": True, "total_q": 9, "total_k": 9}):
+    for change in ({"batch_invariant": True}, {"head_dim": 128}):
         other = split_kv.configs(replace(prompt, **change), H200)[0]
         assert (other.block_m, other.block_n) == (64, 64) or keys <= 32
 
@@ -383,6 +383,15 @@ def test_few_queries_on_one_tile_of_keys_have_nothing_to_split(seqlen_k: int) ->
         ({"seqlen_q": 33, "seqlen_k": 33, "head_dim": 64, "head_dim_v": 64}, None),
         ({"seqlen_q": 16, "seqlen_k": 16, "dtype": "float32"}, None),
         ({"seqlen_q": 16, "seqlen_k": 16, "batch_invariant": True}, None),
+        ({"seqlen_q": 16, "seqlen_k": 16, "packed": True, "total_q": 900, "total_k": 900}, (16, 16, 1)),
+        ({"seqlen_q": 32, "seqlen_k": 32, "packed": True, "total_q": 900, "total_k": 900}, (32, 32, 2)),
+        (
+            {"seqlen_q": 32, "seqlen_k": 32, "head_dim": 256, "packed": True, "total_q": 900, "total_k": 900},
+            (32, 32, 2),
+        ),
+        ({"seqlen_q": 64, "seqlen_k": 64, "packed": True, "total_q": 3840, "total_k": 3840}, (64, 32, 4)),
+        ({"seqlen_q": 64, "seqlen_k": 64, "packed": True, "total_q": 3841, "total_k": 3841}, None),
+        ({"seqlen_q": 64, "seqlen_k": 65, "packed": True, "total_q": 900, "total_k": 900}, None),
     ],
     ids=str,
 )

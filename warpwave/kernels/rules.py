@@ -127,11 +127,6 @@ def chooser(
     return rule_of
 
 
-def fits_one_tile(problem: AttentionProblem, size: int) -> bool:
-    """Returns whether each sequence of a dense call has at most `size` queries and keys."""
-    return not problem.packed and max(problem.seqlen_q, problem.seqlen_k) <= size
-
-
 def changed(config: C, rows: Sequence[Rule[Callable[[C, Any], C]]], call: Any) -> C:
     """Returns the config after the changes of the rows, in their order."""
     for rule in rows:

@@ -90,6 +90,9 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
     return "bf16x6" if found == problem.precision == "bf16x3" else found
 
 
+BF16_PARTS, BF16_BYTES = ("bf16x3", "bf16x6"), 2  # arithmetics whose operands have bfloat16 parts
+
+
 # Shared memory --------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +127,11 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
         one = size * (owned + walked) * max(widths)  # one operand at a time passes through it
         ahead = arriving if tile.num_stages > 1 or gpu.arch == "gfx950" else 0
         return (one + ahead) * 17 // 16 + size * score
+    if gpu.capability == 90 and arithmetic in BF16_PARTS and owned >= WGMMA_ROWS:
+        # Operands are there in parts; with several stages the tiles that arrive are there too (compiled figures).
+        in_parts = BF16_BYTES * PARTS[arithmetic] * (owned + walked) * sum(widths)
+        arriving = step * tile.num_stages if tile.num_stages > 1 else 0
+        return in_parts + arriving + score * bytes_per_score(problem) * tile.num_stages + 2 * 1024
     if arithmetic in PARTS and gpu.capability in WGMMA_OR_TCGEN05:
         # Shared memory holds operands and scores twice: unchanged, and in parts.
         parts = 2 * PARTS[arithmetic] if arithmetic.startswith("bf16") else 4
@@ -143,6 +151,8 @@ def smem_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
     gradient, score = max(tile.block_m, tile.block_n) * max(widths), tile.block_m * tile.block_n
     if gpu.vendor == "amd":
         return max(size * gradient, 4 * score) * 17 // 16
+    if (arithmetic := arithmetic_of(problem, gpu)) in BF16_PARTS:
+        size = max(size, BF16_BYTES * PARTS[arithmetic])
     return size * (tile.block_m + tile.block_n) * sum(widths) + 4 * max(gradient, score) + 1024
 
 
@@ -247,6 +257,7 @@ class Call:
         self.is_16_bit_mma = gpu.has_mma and not self.is_float32
         self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
+        self.has_bf16_parts = self.is_float32 and arithmetic_of(problem, gpu) in BF16_PARTS
 
     def fits(self, longest: int, scores: int = 128 * 128) -> bool:
         """Returns whether the joint launch can run with a tile of at most `longest` rows, `longest` keys and so many
@@ -258,6 +269,8 @@ class Call:
 
     def fits_on_hopper(self) -> bool:
         """Returns whether the joint launch fits, and computes all gradients faster than several launches do."""
+        if self.is_float32:
+            return self.bucket == 0 and self.fits(64 if self.has_bf16_parts else 16)
         scores = (16384 if self.is_masked else 8192, 4096, 1024 if self.is_masked else 4096)[self.bucket]
         return self.fits(128 if self.bucket < 2 else 64, scores)
 
@@ -272,25 +285,28 @@ def one_tile(problem: AttentionProblem) -> tuple[int, int]:
 def _joint(call: Call) -> Config:
     """Returns the joint launch with the tile of a sequence."""
     rows, keys = one_tile(call.problem)
-    num_warps = next(warps for most, warps in ((256, 1), (1024, 2), (8192, 4), (16384, 8)) if rows * keys <= most)
+    longest = max(rows, keys)
+    num_warps = longest // 16 if longest <= 32 else 4 if rows * keys <= 8192 else 8
     tile = Tile(rows, keys, num_warps, 1)
     return Config(tile, tile, joint=True)
 
 
 JOINT = "2026-11-29-h200-joint-gradients.json"
+FLOAT32 = "2026-11-29-h200-float32-masks.json"
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
 RULES: tuple[Rule[Any], ...] = (
     Rule(
-        "Hopper, float32 up to head_dim 64, a tile of 16 x 16 holds a sequence",
-        lambda c: c.is_hopper and c.is_float32 and c.bucket == 0 and c.fits(16),
+        "Hopper, float32 in bfloat16 parts, head_dim up to 64, a tile of at most 64 x 64 holds a sequence; in other "
+        "float32 arithmetic 16 x 16",
+        lambda c: c.is_hopper and c.is_float32 and c.fits_on_hopper(),
         (_joint,),
-        "1.7 times as fast as separate launches with the same tile in one call",
-        JOINT,
+        "1.9 to 5.1 times as fast as launches apart in thirteen calls, with bfloat16 parts, masks and biases too",
+        FLOAT32,
     ),
     Rule(
         "Hopper, 16 bits, a tile of at most 4,096 scores and 128 rows and keys holds a sequence; to head_dim 64 8,192 "
         "scores, with a mask or bias 16,384; above 128 64 rows and keys, with a mask or bias 1,024 scores",
-        lambda c: c.is_hopper and c.is_16_bit and c.fits_on_hopper(),
+        lambda c: c.is_hopper and c.fits_on_hopper(),
         (_joint,),
         "1.6 to 2.7 times as fast as separate launches with the same tile in thirteen calls without a mask or bias; "
         "with one, measured up to head_dim 64, 1.3 to 6.3 times as fast as hopper/flash_bwd in seven",
@@ -316,6 +332,27 @@ RULES: tuple[Rule[Any], ...] = (
         (Config(Tile(64, 32, 4, 1), Tile(16, 64, 4, 1)),),
         "32 x 32 takes 1.50 times as long full, " + IN_CODE_OF_MMA,
         MMA_CONFIGS_2,
+    ),
+    Rule(
+        "float32 in bfloat16 parts, Hopper, head_dim 33 to 64",
+        lambda c: c.is_hopper and c.has_bf16_parts and 32 < c.width <= 64,
+        (Config(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),),
+        "32 x 32 takes 1.51 times as long with a softcap, 32 x 16 and 16 x 32 2.6 to 3.2 times with a mask or bias",
+        FLOAT32,
+    ),
+    Rule(
+        "float32 in bfloat16 parts, Hopper, head_dim up to 32",
+        lambda c: c.is_hopper and c.has_bf16_parts and c.bucket == 0,
+        (Config(Tile(64, 32, 4, 1), Tile(64, 64, 4, 1)),),
+        "64 x 64 for both takes 1.05 to 1.07 times as long with a mask or bias, 32 x 16 and 16 x 32 2.5 to 3.5 times",
+        FLOAT32,
+    ),
+    Rule(
+        "float32 in bfloat16 parts, Hopper, head_dim 65 to 128",
+        lambda c: c.is_hopper and c.has_bf16_parts and c.bucket == 1,
+        (Config(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),),
+        "64 x 64 takes 1.06 to 1.18 times as long with a mask or bias, 32 x 16 and 16 x 32 1.46 to 1.93 times",
+        FLOAT32,
     ),
     *by_width(
         "float32",
@@ -468,6 +505,13 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, Call], Config]], ...] = (
         "the former tiles above 128 take 1.19 times as long with a mask, and no other tiles up to 128 gain 3 %, "
         + IN_CODE_OF_MMA,
         MASKS_99_KIB,
+    ),
+    Rule(
+        "a mask or bias, float32 in bfloat16 parts, Hopper, head_dim up to 128: the same tiles",
+        lambda c: c.is_hopper and c.has_bf16_parts and c.bucket < 2,
+        (lambda config, call: config,),
+        "chosen with masks and biases",
+        FLOAT32,
     ),
     Rule("a mask or bias: half as many walked rows", lambda c: True, (_halved,), NOT_MEASURED),
 )

@@ -23,7 +23,6 @@ from warpwave.kernels.rules import (
     TWO_TILES,
     Rule,
     by_width,
-    fits_one_tile,
 )
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -115,7 +114,9 @@ def _smem_bytes_of_parts(problem: AttentionProblem, gpu: Gpu, config: Config, si
     beside = 0 if config.split_ahead else size * max(k, v)
     if problem.mask_shape is not None or problem.bias_shape is not None:
         arriving += p * bytes_per_score(problem)
-        beside = size * (k + v)
+        # Parts that arrive reach Hopper's matrix unit as they are (compiled figures).
+        is_direct = config.split_ahead and gpu.capability == 90 and config.block_m >= WGMMA_ROWS
+        beside = 0 if is_direct else size * (k + v)
     if gpu.vendor == "nvidia":
         scores = 0 if gpu.capability == 90 else max(size, 8) * p  # parts of p and, from Blackwell on, accumulators
         return max(size, 4) * q + stages * arriving + beside + scores + 1024
@@ -218,9 +219,10 @@ class Call:
         self.has_tiles_of_64 = self.bucket == 0 or (self.bucket == 1 and self.is_masked)
 
     def fits(self, size: int) -> bool:
-        """Returns whether all queries and keys of a sequence fit a tile of this size, of a dense call in 16 bits
-        without mask or bias."""
-        return self.is_16_bit and not self.is_masked and fits_one_tile(self.problem, size)
+        """Returns whether all queries and keys of a sequence fit a tile of this size, of a call in 16 bits without mask
+        or bias."""
+        is_plain = self.is_16_bit and not self.is_masked
+        return is_plain and max(self.problem.seqlen_q, self.problem.seqlen_k) <= size
 
     @property
     def leaves_sms_idle(self) -> bool:
@@ -236,6 +238,7 @@ FLOAT32 = "2026-11-21-h200-float32.jsonl"
 ONE_HEAD = "2026-11-21-h200-float32-one-head.jsonl"
 PARTS_OF_FLOAT32 = "2026-11-21-h200-hopper-float32-parts.log"
 SHORT_SEQUENCES = "2026-11-29-h200-short-sequences.jsonl"
+FLOAT32_MASKS = "2026-11-29-h200-float32-masks.json"
 # Tiles of 16 rows a warp, for sequences that fit one. No other config has so few warps.
 OF_16, OF_32 = Config(16, 16, 1, 2), Config(32, 32, 2, 2)
 # The tile of a call without mask or bias. The figures are ratios of time on an H200. Nothing was timed on a B200, and
@@ -488,6 +491,20 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
             ),
         ),
         "not measured; 32 keys a step, or 128 queries on four warps, spill at some head_dim",
+    ),
+    Rule(
+        "a mask or bias, float32 in bfloat16 parts, Hopper, head_dim up to 64",
+        lambda c: c.is_hopper and c.arithmetic in PARTS and c.bucket == 0 and not c.leaves_sms_idle,
+        (lambda config, _: Config(64, 32, 4, 2, True),),
+        "128 x 32, the tile without a mask, takes 1.07 to 1.16 times as long, 128 x 16 1.41 to 1.71 times",
+        FLOAT32_MASKS,
+    ),
+    Rule(
+        "a mask or bias, float32 in bfloat16 parts, Hopper, head_dim 65 to 128: the same tile",
+        lambda c: c.is_hopper and c.arithmetic in PARTS and c.bucket == 1,
+        (lambda config, _: config,),
+        "128 x 16 takes 1.41 to 1.51 times as long",
+        FLOAT32_MASKS,
     ),
     Rule(
         "a mask or bias",

@@ -10,10 +10,10 @@ from warpwave.kernels.split_kv.choice import (
     LARGEST_TILE,
     default,
     fitting,
-    is_one_tile,
     smallest_smem_bytes,
+    tile_of_sequence,
 )
-from warpwave.kernels.split_kv.config import Config, is_launched_ahead
+from warpwave.kernels.split_kv.config import Config, is_launched_ahead, longest_steps
 from warpwave.kernels.split_kv.splits import blocks_with_rows
 from warpwave.problem import AttentionProblem, by_kind
 
@@ -36,10 +36,13 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
 FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
 KEYS = (256, 1024)  # of a prompt: the fewest and the most at which splitting was measured to be faster
+MOST_ROWS = 64  # of a tile
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
 # Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
 # the GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
 FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
+# Up to head_dim 128, two splits gain too if a tile of rows sees so many keys.
+FEWEST_OF_LONG, LONG = 2, 2048
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -50,15 +53,18 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
     Of 44 calls with 4 splits or more of 256 to 1,024 keys, those with at most 33 tiles of rows, a quarter of the SMs,
     were 1.35 times as fast as with hopper/flash_fwd in the geometric mean (0.77 to 2.57), and those with more 0.57
-    times (0.24 to 1.08; 2026-11-26-h100-splits-of-prompts.log).
+    times (0.24 to 1.08; 2026-11-26-h100-splits-of-prompts.log). On more keys, 36 calls with few tiles were 1.00 to 8.4
+    times as fast, 1.95 in the geometric mean, with masks, biases and packed sequences too; at head_dim 192 and 256,
+    tiles for half of the SMs 0.88 to 1.14 times (2026-11-29-h200-few-tiles-of-rows.json).
 
     Prompts of 128 and 64 keys, and 32 heads of 128, head_dim 64, are not worth splitting; they were 1.30, 1.18 and 1.15
     times as fast (a day later), because one step covers all keys and launches start before the preceding ones end;
     otherwise 0.89 to 0.95. One head of 4, 16, 32 and 48: 1.24, 1.38, 1.48 and 1.83 us, with flash_fwd 2.13, 2.43, 2.47
-    and 2.53. Longer prompts were not compared.
+    and 2.53.
 
     Many sequences that fit one tile of 16 x 16 or 32 x 32 were 1.07 to 3.2 times as fast as with tiles of 64 x 64 by
-    hopper/flash_fwd in 17 calls (2026-11-29-h200-short-sequences.jsonl).
+    hopper/flash_fwd in 17 calls (2026-11-29-h200-short-sequences.jsonl). Packed ones of up to 64 tokens, of different
+    lengths, were 1.4 to 4.9 times as fast in thirteen (2026-11-29-h200-packed-short-sequences.json).
 
     In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; with hopper/flash_fwd, which
     makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110.
@@ -67,27 +73,43 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         return []
-    if problem.seqlen_k <= LARGEST_TILE and is_one_tile(problem, gpu):
+    if problem.seqlen_k <= LARGEST_TILE and tile_of_sequence(problem, gpu) is not None:
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
     asked = f"{queries} and {problem.seqlen_k} key{'s' * (problem.seqlen_k != 1)} a sequence"
-    outside = [f"{asked}; faster at {FEW_QUERIES} queries or fewer, and at {KEYS[0]} to {KEYS[1]} keys"]
+    outside = [
+        f"{asked}; faster at {FEW_QUERIES} queries or fewer, and if few tiles of rows see {KEYS[0]} keys or more"
+    ]
     if problem.seqlen_q <= FEW_QUERIES:
         outside = [f"{asked}: a tile has up to {FEWEST_KEYS} keys, so there is nothing to split"]
-    if not TINY[0] <= problem.seqlen_k <= KEYS[1]:
-        return outside  # every long prompt ends here, without computing a config
+    is_long, sms = problem.seqlen_k > KEYS[1], gpu.assumed_sms
+    if is_long:
+        rows = (problem.total_q if problem.packed else problem.batch * problem.seqlen_q) * problem.num_heads_q
+        if FEWEST_OF_LONG * rows > MOST_ROWS * sms or problem.dtype == "float32" or problem.is_quantized:
+            return outside  # most long prompts end here, without computing a config
+    if problem.seqlen_k < TINY[0]:
+        return outside
     config = default(problem, gpu)
     if _tiny(problem, gpu, config):
         return []
     if problem.seqlen_k < KEYS[0]:
         return [] if _between(problem, gpu, config) else outside
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
-    tiles, sms = blocks_with_rows(problem, config), gpu.assumed_sms
+    if is_long and _gains_by_two(problem, config):
+        fewest = FEWEST_OF_LONG
+    tiles = blocks_with_rows(problem, config)
     shares = min(config.num_splits, sms // tiles)
     if shares >= fewest:
         return []
     given = f"num_splits = {config.num_splits}, and {tiles} tiles of rows leave each {sms // tiles} of {sms} SMs"
     return [f"{asked} would give {given}; splitting is faster if both are at least {fewest}"]
+
+
+def _gains_by_two(problem: AttentionProblem, config: Config) -> bool:
+    """Returns whether two splits of a prompt's keys suffice to gain."""
+    is_plain = problem.mask_shape is None and problem.bias_shape is None
+    is_wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128
+    return is_plain and not is_wide and longest_steps(problem, config) * config.block_n >= LONG
 
 
 def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:

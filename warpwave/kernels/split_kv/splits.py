@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from warpwave.gpu import Gpu
+from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.config import Config, longest_steps, may_map, tiles
@@ -17,6 +17,9 @@ FEW = 1 / 4  # tiles of rows per SM
 # The following values were fitted to an H200's times on 2026-11-21 (docs/notes/serving.md).
 MOST_BLOCKS_PER_SM = 3  # blocks of four warps
 SATURATING_BLOCKS = 2  # blocks an SM needs, each with some 64 KB in flight, to saturate memory
+# Blocks of 64 rows are bound by arithmetic: a step of two that share an SM takes 1.5 times as long as a step of one. 64
+# tiles on 32,768 keys take 204 us with two splits and 154 with four (2026-11-29-h200-few-tiles-of-rows.json).
+SATURATING_OF_64_ROWS = 4 / 3
 START_STEPS = 3  # time to start a block and fill its pipeline, in steps
 HIDDEN_START_STEPS = 0.5  # what remains of it while other blocks of the SM keep memory busy
 SCATTERED_START_STEPS = 3  # in addition, if the page ids of many pages must be loaded first
@@ -87,13 +90,13 @@ def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def smem_expected(problem: AttentionProblem, config: Config) -> int:
-    """Returns approximately the shared memory of 16-bit tiles: tiles in flight, Q and probabilities (compiled for
-    sm_90)."""
+    """Returns approximately the shared memory of 16-bit tiles: tiles in flight, Q, and probabilities of fewer rows than
+    a wgmma has (compiled for sm_90)."""
     if config.roles:
         return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
     in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
     needed = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
-    of_rows = config.block_m * (padded(problem.head_dim) + config.block_n)
+    of_rows = config.block_m * (padded(problem.head_dim) + (config.block_n if config.block_m < WGMMA_ROWS else 0))
     return DTYPE_BYTES[problem.dtype_of_k] * needed + DTYPE_BYTES[problem.dtype] * of_rows + 1024
 
 
@@ -115,9 +118,11 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config, few: bool) -> Pace
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
         # A block of two warps with tiles of 8 bits has half of the bytes in flight, so twice as many blocks saturate
         # memory: 1 x 65,536 keys with factors of tokens take 52 us with 66 splits and 61 us with 132.
-        saturating = SATURATING_BLOCKS * (2 if problem.dtype_kv and config.num_warps == 2 else 1)
+        saturating: float = SATURATING_BLOCKS * (2 if problem.dtype_kv and config.num_warps == 2 else 1)
+        if config.block_m >= WGMMA_ROWS:
+            saturating = SATURATING_OF_64_ROWS
         return Pace(
-            sms * blocks, sms * min(blocks, saturating), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
+            sms * blocks, round(sms * min(blocks, saturating)), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
             MERGE_STEPS, PARTS_PER_STEP, 0.0,
         )  # fmt: skip
     tile = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
@@ -144,6 +149,8 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     """
     sms, blocks, longest = _sizes(problem, gpu, config)
     shares, of = _number(problem, gpu, config), pace(problem, gpu, config, blocks <= FEW * sms)
+    if config.block_m >= WGMMA_ROWS:
+        of = _with_large_parts(of, problem, config, blocks, sms)
     reason = (
         f"{blocks} tiles of rows for {of.places} resident blocks on {sms} SMs, "
         f"{longest} step{'s' if longest != 1 else ''} of {config.block_n} keys each: "
@@ -170,7 +177,18 @@ def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     sms, blocks, longest = _sizes(problem, gpu, config)
     if config.roles:
         return few_rows.shares(problem, blocks, longest, config.block_n, sms)
-    return _soonest(config.pieces, blocks, longest, sms, pace(problem, gpu, config, blocks <= FEW * sms))
+    of = pace(problem, gpu, config, blocks <= FEW * sms)
+    if config.block_m >= WGMMA_ROWS:
+        of = _with_large_parts(of, problem, config, blocks, sms)
+    return _soonest(config.pieces, blocks, longest, sms, of)
+
+
+def _with_large_parts(of: Pace, problem: AttentionProblem, config: Config, blocks: int, sms: int) -> Pace:
+    """Returns the pace of tiles of 64 rows. Their partial results are as large as tiles of keys, and take as long to
+    write and to read as other bytes. With 2,048 keys for 8 such tiles, 16 splits take 11.2 us at head_dim 128 and 14.0
+    at 256, and 32 splits 14.8 and 19.8 (2026-11-29-h200-few-tiles-of-rows.json)."""
+    part = 2 * 4 * config.block_m * problem.head_dim_v * blocks / (sms * MAPPED_STEP_BYTES)
+    return of._replace(parts_per_step=1 / (1 / of.parts_per_step + part))
 
 
 def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> float:

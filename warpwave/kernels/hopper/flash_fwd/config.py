@@ -71,9 +71,9 @@ def num_parts(problem: AttentionProblem, gpu: Gpu) -> int:
 
 
 def query_tiles(problem: AttentionProblem, block_m: int, heads: int = 1) -> int:
-    """Returns the number of query tiles in the schedule, over all heads and sequences, if `heads` heads share a
-    tile."""
-    if problem.packed:
+    """Returns the number of query tiles in the schedule, over all heads and sequences, if `heads` heads share a tile:
+    in a packed call one a sequence if all fit one, else what `scheduler.packed_tile` needs."""
+    if problem.packed and not 0 < problem.seqlen_q * heads <= block_m:
         return (problem.total_q * heads // block_m + problem.batch) * (problem.num_heads_q // heads)
     return -(-problem.seqlen_q * heads // block_m) * (problem.num_heads_q // heads) * problem.batch
 
