@@ -453,8 +453,9 @@ SHORTER: tuple[Rule[Change], ...] = (
         "different lengths at most 64: a tile of a sequence, a warp for each 16 rows",
         _is_of_one_tile,
         (_in_one_tile,),
-        "1.01 to 1.88 times as fast as on four warps in ten dense calls, 0.91 at 4 x 16 of head_dim 128; packed 1.4 to "
-        "4.9 times as fast as hopper/flash_fwd in thirteen calls (2026-11-29-h200-packed-short-sequences.json)",
+        "1.01 to 1.88 times as fast as on four warps in ten dense calls, 0.91 at 4 x 16 of head_dim 128; packed "
+        "1.36 to 1.93 times as fast as hopper/flash_fwd in eleven calls, and with at most 16 tokens 3.9 and 5.3 times "
+        "(2026-11-29-h200-packed-short-sequences.json)",
         SHORT_SEQUENCES,
     ),
     Rule(

@@ -64,7 +64,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
     Many sequences that fit one tile of 16 x 16 or 32 x 32 were 1.07 to 3.2 times as fast as with tiles of 64 x 64 by
     hopper/flash_fwd in 17 calls (2026-11-29-h200-short-sequences.jsonl). Packed ones of up to 64 tokens, of different
-    lengths, were 1.4 to 4.9 times as fast in thirteen (2026-11-29-h200-packed-short-sequences.json).
+    lengths, were 1.36 to 1.93 times as fast in eleven, and of up to 16 tokens 3.9 and 5.3 times
+    (2026-11-29-h200-packed-short-sequences.json).
 
     In float32, one head of 512 takes 11.2 us by default, 8.1 as tf32 and 11.6 as ieee; with hopper/flash_fwd, which
     makes parts first, 14.6 and 10.2; with flash_fwd 26.5, 20.9 and 110.
