@@ -144,7 +144,7 @@ def test_the_power_matched_yardstick_of_a_card_above_its_stated_clock() -> None:
 def test_every_loss_has_a_remedy_that_promises_no_factor() -> None:
     assert set(REMEDIES) == set(LOSSES)
     assert not any(re.search(r"\d ?(x|times|%)", text) for text in REMEDIES.values())
-    found = _split(400.0, _problem(2048))
+    found = _split(400.0, _problem(1000, 3))
     assert found.largest is not None and found.largest.name == "idle SMs"
     said = recommendation(found.largest)
     assert "by the model" in said and REMEDIES["idle SMs"] in said
