@@ -370,6 +370,15 @@ def test_few_queries_on_one_tile_of_keys_have_nothing_to_split(seqlen_k: int) ->
     assert "faster at 16 queries or fewer" in long
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", "256 keys or more"), ("float32", "256 to 1024 keys")])
+def test_the_reason_states_which_prompts_of_the_dtype_are_split(dtype: str, most: str) -> None:
+    """In float32 long prompts stay with tiles of queries, even if these leave most SMs idle."""
+    prompt = replace(DECODE, batch=1, seqlen_q=64, seqlen_k=32768, dtype=dtype)
+    assert bool(split_kv.outrun(prompt, H200)) == (dtype == "float32")
+    (reason,) = split_kv.outrun(replace(prompt, batch=64, seqlen_q=4096), H200)
+    assert reason.endswith(f"if few tiles of rows see {most}")
+
+
 @pytest.mark.parametrize(
     ("change", "tile"),
     [

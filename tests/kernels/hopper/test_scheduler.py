@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,53 @@ def test_every_block_of_packed_sequences_comes_once(heads: int, in_l2: int) -> N
     for size in left + [in_l2] * (heads // in_l2):
         group, in_order = in_order[: size * len(tiles)], in_order[size * len(tiles) :]
         assert len(set(group)) == size
+
+
+class Int(int):
+    """A number whose quotients are those of the kernel's language, which truncates them; Python rounds down."""
+
+    def __add__(self, other: Any) -> Int:
+        return Int(int(self) + int(other))
+
+    def __sub__(self, other: Any) -> Int:
+        return Int(int(self) - int(other))
+
+    def __rsub__(self, other: Any) -> Int:
+        return Int(int(other) - int(self))
+
+    def __mul__(self, other: Any) -> Int:
+        return Int(int(self) * int(other))
+
+    def __floordiv__(self, other: Any) -> Int:
+        return Int(abs(int(self)) // int(other) * (1 if self >= 0 else -1))
+
+    def __mod__(self, other: Any) -> Int:
+        return self - self // other * other
+
+
+@pytest.mark.parametrize("lengths", [(16, 0, 64, 1, 63, 64), (0, 0, 5, 3, 0, 7), (1,), (0, 64)])
+@pytest.mark.parametrize(("heads", "in_l2"), [(4, 4), (4, 3), (2, 1), (1, 1)])
+def test_a_slot_for_each_sequence(heads: int, in_l2: int, lengths: tuple[int, ...]) -> None:
+    """Of sequences that fit a tile. Launches that draw in order ask for tiles past the last one too, before they check
+    their number: those must read no offset outside the tensor."""
+    from warpwave.kernels.hopper import scheduler
+    from warpwave.kernels.hopper.flash_fwd.config import query_tiles
+
+    block_m, batch, total = 64, len(lengths), sum(lengths)
+    ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+    problem = AttentionProblem(
+        batch=batch, seqlen_q=max(lengths), seqlen_k=max(lengths), num_heads_q=heads, num_heads_kv=1, head_dim=128,
+        head_dim_v=128, dtype="bfloat16", softmax_scale=0.1, packed=True, total_q=total, total_k=total,
+    )  # fmt: skip
+    tiles = query_tiles(problem, block_m)
+    assert tiles == batch * heads
+    names = gluon_on_cpu.functions({scheduler.__name__: scheduler}, gluon_on_cpu.Block(0, 1))[scheduler.__name__]
+    schedule = Schedule(tiles, heads, 1, batch, 1, in_l2, 64, 64, total, total)
+    offsets = SimpleNamespace(**{f"cu_seqlens_{x}_ptr": gluon_on_cpu.Pointer(ends) for x in "qk"})
+    drawn = [names.packed_tile(schedule, offsets, Int(t), block_m) for t in range(tiles + SMS)]
+    assert all(0 <= work.batch < batch for work in drawn)
+    found = [(int(w.head), int(w.batch), int(w.tile), int(w.q_begin), int(w.seqlen_q)) for w in drawn[:tiles]]
+    assert sorted(found) == [(h, b, 0, int(ends[b]), lengths[b]) for h in range(heads) for b in range(batch)]
 
 
 def test_heads_that_run_together() -> None:

@@ -493,7 +493,8 @@ RULES_OF_MASKS: tuple[Rule[Callable[[Config, AttentionProblem], Config]], ...] =
         "not measured; 32 keys a step, or 128 queries on four warps, spill at some head_dim",
     ),
     Rule(
-        "a mask or bias, float32 in bfloat16 parts, Hopper, head_dim up to 64",
+        "a mask or bias, float32 in bfloat16 parts, Hopper, head_dim up to 64, more than half as many tiles of 128 "
+        "queries as SMs",
         lambda c: c.is_hopper and c.arithmetic in PARTS and c.bucket == 0 and not c.leaves_sms_idle,
         (lambda config, _: Config(64, 32, 4, 2, True),),
         "128 x 32, the tile without a mask, takes 1.07 to 1.16 times as long, 128 x 16 1.41 to 1.71 times",

@@ -299,7 +299,8 @@ def packed_tile(s, offsets, t, BLOCK_M: gl.constexpr):
     """
     slots = s.num_tiles // s.num_heads
     slot, head = _last_first(s, t, slots, s.num_heads)
-    b = slot
+    # Producers that draw in order look up tiles past the last one too, whose slots are negative.
+    b = gl.maximum(slot, 0)
     if slots != s.batch:
         b = owner_of(s, offsets.cu_seqlens_q_ptr, slot, BLOCK_M, 1)
     q_begin, seqlen_q = queries_of(s, offsets.cu_seqlens_q_ptr, b)

@@ -388,13 +388,13 @@ def _narrow(config: Config, call: Call) -> Config:
 
 
 LARGEST_TILE = 64  # of a whole sequence: queries and keys
-# Of packed sequences, on average: hopper/flash_fwd stores only whole tiles of 64 rows fast.
+# Queries of packed sequences, on average: hopper/flash_fwd stores only whole tiles of 64 rows fast.
 MOST_RAGGED = 60
 
 
 def tile_of_sequence(problem: AttentionProblem, gpu: Gpu) -> Tile | None:
     """Returns the tile of short sequences, with stages: 16 x 16 and 32 x 32 hold one, and 64 x 32 the queries of packed
-    ones of different lengths. None for other calls; not None only on Hopper, in 16 bits without pages."""
+    ones that on average do not fill it. None for other calls; not None only on Hopper, in 16 bits without pages."""
     if gpu.capability != 90 or problem.page_size or problem.batch_invariant or problem.dtype == "float32":
         return None
     longest, widest = max(problem.seqlen_q, problem.seqlen_k), max(padded(problem.head_dim), padded(problem.head_dim_v))
@@ -449,8 +449,8 @@ SHORTER: tuple[Rule[Change], ...] = (
         LOG,
     ),
     Rule(
-        "Hopper, 16 bits, at most 16 queries and keys; at most 32 up to head_dim 64, packed up to 128; packed and of "
-        "different lengths at most 64: a tile of a sequence, a warp for each 16 rows",
+        "Hopper, 16 bits, at most 16 queries and keys; at most 32 up to head_dim 64, packed up to 128; packed at most "
+        "64, and at most 60 queries on average: a tile of a sequence, a warp for each 16 rows",
         _is_of_one_tile,
         (_in_one_tile,),
         "1.01 to 1.88 times as fast as on four warps in ten dense calls, 0.91 at 4 x 16 of head_dim 128; packed "

@@ -35,7 +35,9 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 FEW_QUERIES = 16  # of a sequence: a tile of queries would be mostly empty
 FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
-KEYS = (256, 1024)  # of a prompt: the fewest and the most at which splitting was measured to be faster
+# Of a prompt: the fewest at which splitting was measured to be faster, and the most in float32. In 16 bits, with more
+# only few tiles of rows are split.
+KEYS = (256, 1024)
 MOST_ROWS = 64  # of a tile
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
 # Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
@@ -78,9 +80,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
     asked = f"{queries} and {problem.seqlen_k} key{'s' * (problem.seqlen_k != 1)} a sequence"
-    outside = [
-        f"{asked}; faster at {FEW_QUERIES} queries or fewer, and if few tiles of rows see {KEYS[0]} keys or more"
-    ]
+    keys = f"{KEYS[0]} to {KEYS[1]} keys" if problem.dtype == "float32" else f"{KEYS[0]} keys or more"
+    outside = [f"{asked}; faster at {FEW_QUERIES} queries or fewer, and if few tiles of rows see {keys}"]
     if problem.seqlen_q <= FEW_QUERIES:
         outside = [f"{asked}: a tile has up to {FEWEST_KEYS} keys, so there is nothing to split"]
     is_long, sms = problem.seqlen_k > KEYS[1], gpu.assumed_sms
