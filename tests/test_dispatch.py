@@ -45,6 +45,8 @@ PROBLEM = AttentionProblem(
         ({"seqlen_q": 512, "seqlen_k": 8192, "head_dim": 192}, H200, "hopper/flash_fwd"),
         ({"seqlen_q": 512, "seqlen_k": 8192, "window_size": (500, 0)}, H200, "hopper/flash_fwd"),
         ({"seqlen_q": 512, "seqlen_k": 8192, "dtype": "float32"}, H200, "hopper/flash_fwd"),
+        ({"seqlen_q": 576, "seqlen_k": 8192, "head_dim": 192}, replace(Gpu.for_arch("sm_80"), num_sms=108), "split_kv"),
+        ({"seqlen_q": 640, "seqlen_k": 8192}, replace(Gpu.for_arch("sm_80"), num_sms=108), "flash_fwd"),
         ({"seqlen_k": 513}, H200, "split_kv"),  # 16 tiles of rows for 132 SMs
         ({"seqlen_k": 513, "batch": 9}, H200, "hopper/flash_fwd"),
         ({"seqlen_q": 1, "seqlen_k": 4000}, H200, "split_kv"),

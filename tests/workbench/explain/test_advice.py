@@ -184,7 +184,8 @@ def test_the_loss_of_the_backward_is_the_largest_that_the_card_does_not_set() ->
     assert said.backward is not None and said.backward.prediction is not None
     factors = said.backward.prediction.factors
     assert max(factors, key=factors.__getitem__) == "clocks"
-    assert f"Its largest loss that the card does not set is recomputation, x {factors['recomputation']:.2f}" in advice(said)
+    factor = factors["recomputation"]
+    assert f"Its largest loss that the card does not set is recomputation, x {factor:.2f}" in advice(said)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,9 @@ TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest a
 # Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
 # the GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
 FEWEST_SPLITS, FEWEST_SPLITS_FLOAT32 = 4, 8
-# Up to head_dim 128, two splits gain too if a tile of rows sees so many keys.
-FEWEST_OF_LONG, LONG = 2, 2048
+# Two splits gain too, if a tile of rows sees LONG keys, with up to so many tiles an SM: measured on Hopper up to
+# head_dim 128, and predicted on other cards, where tiles of flash_fwd have 128 rows (docs/notes/serving.md).
+MOST_TILES_ON_HOPPER, MOST_TILES, LONG = 1 / 2, 2 / 3, 2048
 
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
@@ -57,7 +58,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     were 1.35 times as fast as with hopper/flash_fwd in the geometric mean (0.77 to 2.57), and those with more 0.57
     times (0.24 to 1.08; 2026-11-26-h100-splits-of-prompts.log). On more keys, 36 calls with few tiles were 1.00 to 8.4
     times as fast, 1.95 in the geometric mean, with masks, biases and packed sequences too; at head_dim 192 and 256,
-    tiles for half of the SMs 0.88 to 1.14 times (2026-11-29-h200-few-tiles-of-rows.json).
+    tiles for half of the SMs 0.88 to 1.14 times (2026-11-29-h200-few-tiles-of-rows.json). Other cards are predicted.
 
     Prompts of 128 and 64 keys, and 32 heads of 128, head_dim 64, are not worth splitting; they were 1.30, 1.18 and 1.15
     times as fast (a day later), because one step covers all keys and launches start before the preceding ones end;
@@ -87,7 +88,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     is_long, sms = problem.seqlen_k > KEYS[1], gpu.assumed_sms
     if is_long:
         rows = (problem.total_q if problem.packed else problem.batch * problem.seqlen_q) * problem.num_heads_q
-        if FEWEST_OF_LONG * rows > MOST_ROWS * sms or problem.dtype == "float32" or problem.is_quantized:
+        if rows > MOST_TILES * MOST_ROWS * sms or problem.dtype == "float32" or problem.is_quantized:
             return outside  # most long prompts end here, without computing a config
     if problem.seqlen_k < TINY[0]:
         return outside
@@ -97,21 +98,25 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.seqlen_k < KEYS[0]:
         return [] if _between(problem, gpu, config) else outside
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
-    if is_long and _gains_by_two(problem, config):
-        fewest = FEWEST_OF_LONG
     tiles = blocks_with_rows(problem, config)
     shares = min(config.num_splits, sms // tiles)
-    if shares >= fewest:
+    if shares >= fewest or (is_long and _gains_by_two(problem, gpu, config, tiles)):
         return []
     given = f"num_splits = {config.num_splits}, and {tiles} tiles of rows leave each {sms // tiles} of {sms} SMs"
     return [f"{asked} would give {given}; splitting is faster if both are at least {fewest}"]
 
 
-def _gains_by_two(problem: AttentionProblem, config: Config) -> bool:
-    """Returns whether two splits of a prompt's keys suffice to gain."""
+def _gains_by_two(problem: AttentionProblem, gpu: Gpu, config: Config, tiles: int) -> bool:
+    """Returns whether two splits of a prompt's keys suffice to gain, with so many tiles of rows."""
     is_plain = problem.mask_shape is None and problem.bias_shape is None
-    is_wide = max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128
-    return is_plain and not is_wide and longest_steps(problem, config) * config.block_n >= LONG
+    if not is_plain or config.num_splits < 2 or longest_steps(problem, config) * config.block_n < LONG:
+        return False
+    if gpu.capability != 90:
+        return tiles <= MOST_TILES * gpu.assumed_sms
+    return (
+        tiles <= MOST_TILES_ON_HOPPER * gpu.assumed_sms
+        and max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128
+    )
 
 
 def _between(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
