@@ -80,6 +80,8 @@ def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
     if "joint-gradients" in path.name:
         return list(_of_joint_launch(json.loads(path.read_text(encoding="utf-8"))["short sequences"]))
+    if "float32-masks" in path.name:
+        return list(_of_float32_tiles(json.loads(path.read_text(encoding="utf-8"))))
     if path.suffix == ".json":
         return list(_of_paired_gradients(json.loads(path.read_text(encoding="utf-8"))))
     if "decode-large-heads" in path.name:
@@ -208,6 +210,33 @@ def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
         tile = config.dq
         us = 1e3 * median(m["configs"][f"joint {tile.block_m}x{tile.block_n}w{tile.num_warps}"])
         yield Point(flash_bwd, config, problem, us, True, m["case"], True)
+
+
+def _of_float32_tiles(data: Mapping[str, Any]) -> Iterator[Point]:
+    """Reads tiles of flash_fwd and of launches apart of flash_bwd in float32, which are named in full."""
+    for row in (*data["rows"], *data["a later run"]):
+        call = row["call"]
+        heads, keys = call["h"], call["nk"] or call["nq"]
+        has_bias, has_rows = call["beside"] == "bias1", call["beside"] == "hmask"
+        of_mask = (call["b"], 1, call["nq"] if has_rows else 1, keys)
+        problem = AttentionProblem(
+            batch=call["b"], seqlen_q=call["nq"], seqlen_k=keys, num_heads_q=heads, num_heads_kv=heads,
+            head_dim=call["d"], head_dim_v=call["d"], dtype=call["dtype"], softmax_scale=call["d"] ** -0.5,
+            causal=Causal() if call["causal"] else None, softcap=call["softcap"],
+            mask_shape=of_mask if call["beside"] and not has_bias else None,
+            bias_shape=(1, heads, call["nq"], keys) if has_bias else None,
+            bias_dtype=call["dtype"] if has_bias else None,
+        )  # fmt: skip
+        for name, ms in row["ms"].items():
+            numbers = [int(n) for n in re.findall(r"=(\d+)", name)]
+            us, what = 1e3 * median(ms), f"{row['case']} {name}"
+            if name.startswith("flash_fwd"):
+                block_m, block_n, num_warps, num_stages = numbers
+                forward = flash_fwd.Config(block_m, block_n, num_warps, num_stages, "split_ahead=True" in name)
+                yield Point(flash_fwd, forward, problem, us, True, what, True)
+            elif name.startswith("flash_bwd") and "joint=False" in name:
+                backward = flash_bwd.Config(flash_bwd.Tile(*numbers[:4]), flash_bwd.Tile(*numbers[4:]))
+                yield Point(flash_bwd, backward, saving_of(problem), us, True, what, True)
 
 
 def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str, us: float) -> bool:

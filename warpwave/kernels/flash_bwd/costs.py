@@ -161,7 +161,7 @@ def _with_tile(walk: Cost, problem: AttentionProblem, gpu: Gpu, tile: Tile, owns
         far=waits_for_memory(tile.num_stages),
         threads=threads,
         registers=_registers(problem, gpu, tile, owns_keys),
-        loop=_loop(problem, multiply_adds),
+        loop=_loop(problem, multiply_adds, reads_shared_memory(gpu, owned)),
         **split,
     )
 
@@ -191,11 +191,12 @@ def _registers_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
     return min(limit, 40 + of_cells + int(of_block) // (tile.num_warps * gpu.warp_size))
 
 
-def _loop(problem: AttentionProblem, multiply_adds: bool) -> str:
-    """Returns `Cost.loop`: separate names for float32, for tiles of 256 columns, for a mask or bias, and for rows that
-    do not start at multiples of 32 bytes, whose loads are narrower."""
+def _loop(problem: AttentionProblem, multiply_adds: bool, reads_shared: bool) -> str:
+    """Returns `Cost.loop`: separate names for float32, whose parts reach a unit that reads shared memory otherwise than
+    one that reads registers; for tiles of 256 columns, for a mask or bias, and for rows that do not start at multiples
+    of 32 bytes, whose loads are narrower."""
     if problem.dtype == "float32":
-        return "multiply-adds" if multiply_adds else "float32"
+        return "multiply-adds" if multiply_adds else "float32 shared" if reads_shared else "float32"
     if bytes_per_score(problem):
         return "cells"
     if max(problem.head_dim, problem.head_dim_v) > 128:

@@ -108,10 +108,12 @@ def _registers(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 
 def _loop(problem: AttentionProblem, block_d: int, multiply_adds: bool) -> str:
-    """Returns `Cost.loop`: separate names for multiply-adds, by head_dim; for tiles of 256 columns, with eight warps;
-    and for rows that do not start at multiples of 32 bytes, whose loads are narrower."""
+    """Returns `Cost.loop`: separate names for multiply-adds, by head_dim; for float32 with a mask or bias; for tiles of
+    256 columns, with eight warps; and for rows that do not start at multiples of 32 bytes, whose loads are narrower."""
     if multiply_adds:
         return "wide multiply-adds" if block_d >= 128 else "multiply-adds"
+    if problem.dtype == "float32" and bytes_per_score(problem):
+        return "float32 cells"
     if problem.dtype != "float32" and block_d > 128:
         return "wide"
     return ODD_ROWS if odd_rows(problem) else ""
