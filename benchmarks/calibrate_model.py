@@ -53,6 +53,7 @@ LOGS = (
     "hopper-tiles-of-192",
     "latents",
     "decode-large-heads",
+    "float32-masks",
 )
 
 
@@ -108,7 +109,7 @@ def main() -> int:
     asked.judge = judge_files if asked.judge is None else asked.judge
     if both := set(asked.fit) & set(asked.judge):
         parser.error(f"{', '.join(map(str, both))} cannot be fitted to and judged on")
-    fitting = [point for path in asked.fit for point in near_best(points(path))]
+    fitting = _of([point for path in asked.fit for point in near_best(points(path))], gradients=False)
     judged = [point for path in asked.judge for point in points(path)]
     if asked.check:
         _print_judgement("judged", judged, gpu, None)
@@ -200,7 +201,7 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
     fit_files = asked.fit or gradient_records(asked.card, "fit")
     judge_files = asked.judge if asked.judge is not None else gradient_records(asked.card, "judge")
     shipped = calibration.calibrations()[sheet.key]
-    fitting = [point for path in fit_files for point in points(path)]
+    fitting = _of([point for path in fit_files for point in points(path)], gradients=True)
     judged = unseen([point for path in judge_files for point in points(path)], fitting)
     if asked.check:
         _print_judgement("judged", judged, gpu, None)
@@ -240,6 +241,12 @@ def _calibrate_gradients(asked: argparse.Namespace, sheet: DataSheet, gpu: Gpu) 
         by_kernel[ALL_GRADIENTS] = found["all"]
     calibration.write(replace(base, residuals=by_kernel, uncalibrated_gradients=rough), out)
     return 0
+
+
+def _of(points: Sequence[Point], gradients: bool) -> list[Point]:
+    """Returns the points of kernels of gradients, or of the others; some files have both."""
+    names = {module.NAME for module in gradient_kernels().values()}
+    return [point for point in points if (point.kernel.NAME in names) == gradients]
 
 
 def by_round_constants(points: Sequence[Point], gpu: Gpu, base: Calibration) -> Residuals:

@@ -181,7 +181,8 @@ def test_the_error_bar_of_cards_without_a_calibration_is_that_of_round_constants
     shipped, parts = calibrations()["h200"], []
     for part in ("judge", "fit"):
         paths = calibrate_model.gradient_records("h200", part)
-        parts.append([point for path in paths for point in calibration_points.points(path)])
+        timed = [point for path in paths for point in calibration_points.points(path)]
+        parts.append(calibrate_model._of(timed, gradients=True))
     measured = [*calibrate_model.unseen(*parts), *parts[1]]
     known = shipped.uncalibrated_gradients
     again = calibrate_model.by_round_constants(measured, H200, shipped)

@@ -90,9 +90,6 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
     return "bf16x6" if found == problem.precision == "bf16x3" else found
 
 
-BF16_PARTS, BF16_BYTES = ("bf16x3", "bf16x6"), 2  # arithmetics whose operands have bfloat16 parts
-
-
 # Shared memory --------------------------------------------------------------------------------------------------------
 
 
@@ -127,9 +124,9 @@ def smem_of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: boo
         one = size * (owned + walked) * max(widths)  # one operand at a time passes through it
         ahead = arriving if tile.num_stages > 1 or gpu.arch == "gfx950" else 0
         return (one + ahead) * 17 // 16 + size * score
-    if gpu.capability == 90 and arithmetic in BF16_PARTS and owned >= WGMMA_ROWS:
+    if gpu.capability == 90 and arithmetic.startswith("bf16") and owned >= WGMMA_ROWS:
         # Operands are there in parts; with several stages the tiles that arrive are there too (compiled figures).
-        in_parts = BF16_BYTES * PARTS[arithmetic] * (owned + walked) * sum(widths)
+        in_parts = 2 * PARTS[arithmetic] * (owned + walked) * sum(widths)
         arriving = step * tile.num_stages if tile.num_stages > 1 else 0
         return in_parts + arriving + score * bytes_per_score(problem) * tile.num_stages + 2 * 1024
     if arithmetic in PARTS and gpu.capability in WGMMA_OR_TCGEN05:
@@ -151,8 +148,8 @@ def smem_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
     gradient, score = max(tile.block_m, tile.block_n) * max(widths), tile.block_m * tile.block_n
     if gpu.vendor == "amd":
         return max(size * gradient, 4 * score) * 17 // 16
-    if (arithmetic := arithmetic_of(problem, gpu)) in BF16_PARTS:
-        size = max(size, BF16_BYTES * PARTS[arithmetic])
+    if (arithmetic := arithmetic_of(problem, gpu)).startswith("bf16"):
+        size = max(size, 2 * PARTS[arithmetic])
     return size * (tile.block_m + tile.block_n) * sum(widths) + 4 * max(gradient, score) + 1024
 
 
@@ -257,7 +254,7 @@ class Call:
         self.is_16_bit_mma = gpu.has_mma and not self.is_float32
         self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
-        self.has_bf16_parts = self.is_float32 and arithmetic_of(problem, gpu) in BF16_PARTS
+        self.has_bf16_parts = self.is_float32 and arithmetic_of(problem, gpu).startswith("bf16")
 
     def fits(self, longest: int, scores: int = 128 * 128) -> bool:
         """Returns whether the joint launch can run with a tile of at most `longest` rows, `longest` keys and so many
