@@ -200,7 +200,7 @@ class Language(types.SimpleNamespace):
         self.arange = lambda begin, end, layout=None: torch.arange(begin, end).as_subclass(Value)
         self.convert_layout = lambda x, layout, assert_trivial=False: x
         self.where = lambda c, a, b: torch.where(*torch.broadcast_tensors(*map(torch.as_tensor, (c, a, b))))
-        self.maximum = lambda a, b: torch.fmax(torch.as_tensor(a), torch.as_tensor(b))  # NaN and a number: the number
+        self.maximum = lambda a, b: maximum(torch.as_tensor(a), torch.as_tensor(b))
         self.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
         self.cdiv = lambda a, b: -(-a // b)
         self.abs, self.log2, self.floor, self.sqrt = torch.abs, torch.log2, torch.floor, torch.sqrt
@@ -283,7 +283,7 @@ def settled(
     m_new = torch.where(rises, top * scale - zero, (m + zero) - zero)
     alpha = torch.where(m_new != m, torch.exp2(m - m_new), 1.0)
     left = fused_multiply_add(top, scale, -(m_new + zero)) if zeros else torch.zeros_like(m)
-    return m_new, alpha, torch.where(rises, left, torch.fmax(lead, leads))
+    return m_new, alpha, torch.where(rises, left, maximum(lead, leads))
 
 
 def tanh_of_tile(x: Tensor) -> Tensor:
@@ -465,9 +465,14 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float().as_subclass(Value)
 
 
+def maximum(a: Tensor, b: Tensor) -> Tensor:
+    """A GPU's: of NaN and a number, the number. `torch.fmax` of a signaling NaN, as in unwritten memory, is NaN."""
+    return torch.where(a.isnan(), b, torch.where(b.isnan(), a, torch.maximum(a, b)))
+
+
 def number(x: Tensor) -> Tensor:
-    """A GPU's maximum of NaN and a number is the number."""
-    return torch.fmax(x, torch.tensor(torch.finfo(torch.float32).min))
+    """The lowest number in place of NaN, by a GPU's maximum."""
+    return maximum(x, torch.tensor(torch.finfo(torch.float32).min))
 
 
 class Source:

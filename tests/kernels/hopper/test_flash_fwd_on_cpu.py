@@ -230,6 +230,9 @@ def test_tokens_whose_values_are_zero(dtype: str, zeros: str, factor: float | No
         num_pages=keys // 256 + 1, page_size=256, num_heads_kv=1, head_dim=16, dtype=torch.float8_e4m3fn, max_batch=1,
         max_seqlen=keys, device="cpu",
     )  # fmt: skip
+    for unwritten in (cache.layer.k_descale, cache.layer.v_descale):
+        assert unwritten is not None
+        unwritten.view(torch.int32).fill_(0x7F800001)  # a signaling NaN
     row = cache.add()
     cache.extend([row], keys)
     new = new_tokens(cache.layer, k, v, rows=cache.index([row]))
