@@ -145,13 +145,14 @@ def inputs(row: Row) -> Inputs:
         ends = torch.tensor((0, *row.documents), device="cuda").cumsum(0)
         offsets = ends.to(torch.int32)
     beside = None
+    keys = row.keys or row.seqlen
     if row.beside == "mask":
-        beside = torch.rand(1, heads, row.seqlen, row.seqlen, device="cuda") < 0.9
+        beside = torch.rand(1, heads, row.seqlen, keys, device="cuda") < 0.9
     elif row.beside == "padding":
-        lengths = torch.linspace(row.seqlen // 2, row.seqlen, row.batch, device="cuda")
-        beside = (torch.arange(row.seqlen, device="cuda") < lengths[:, None])[:, None, None]
+        lengths = torch.linspace(keys // 2, keys, row.batch, device="cuda")
+        beside = (torch.arange(keys, device="cuda") < lengths[:, None])[:, None, None]
     elif row.beside in BIASES:
-        beside = torch.randn(1, heads, row.seqlen, row.seqlen, device="cuda", dtype=dtype)
+        beside = torch.randn(1, heads, row.seqlen, keys, device="cuda", dtype=dtype)
     leaves = (q, k, v) if beside is None or row.beside != "trained bias" else (q, k, v, beside)
     return Inputs(tuple(t.requires_grad_() for t in leaves), dout, offsets, beside)
 
@@ -436,6 +437,44 @@ def models() -> list[Row]:
     ]
 
 
+def few() -> list[Row]:
+    """Returns calls with few queries on many keys, or many queries on few keys."""
+    half = "float16"
+    return [
+        # SAM's decoder, Q-Former, DETR, Mask2Former, resamplers; with padding and a mask of each query.
+        Row(16, 16, 7, heads=8, keys=4096),
+        Row(16, 16, 4096, heads=8, keys=7),
+        Row(64, 64, 32, heads=12, keys=257, dtype=half),
+        Row(64, 32, 32, heads=12, keys=1025),
+        Row(64, 256, 16, heads=12, keys=197),
+        Row(64, 2, 8, heads=8, keys=1024),
+        *(Row(32, 16, 100, heads=8, keys=850, dtype=half, beside=beside) for beside in ("", "padding")),
+        *(Row(32, 8, 100, heads=8, keys=16384, dtype=half, beside=beside) for beside in ("", "mask")),
+        *(Row(64, 16, 64, heads=8, keys=1601, beside=beside) for beside in ("", "padding")),
+        Row(96, 4, 64, heads=16, keys=729),
+        *(Row(128, 64, 16, heads=16, keys=576, beside=beside) for beside in ("", "padding")),
+        Row(128, 64, 64, heads=16, keys=512),
+        Row(128, 1, 64, heads=8, keys=4096),
+        Row(256, 8, 32, heads=8, keys=2048),
+        # Stable Diffusion on text, with and without padding; IP-Adapter, PVT, text encoders of 120 tokens.
+        *(Row(d, 4, n, heads=8, keys=77, dtype=half) for d, n in ((40, 4096), (80, 1024), (160, 256))),
+        Row(40, 4, 4096, heads=8, keys=4, dtype=half),
+        Row(64, 32, 3136, heads=1, keys=49),
+        Row(64, 32, 784, heads=2, keys=49),
+        *(Row(64, 8, 2048, heads=8, keys=64, beside=beside) for beside in ("", "padding")),
+        Row(72, 4, 1024, heads=16, keys=120),
+        Row(128, 8, 1024, heads=16, keys=32),
+        Row(128, 8, 1024, heads=32, kv_heads=8, keys=32),
+        # Of other sizes.
+        Row(48, 4, 1024, heads=16, keys=100),
+        Row(112, 4, 1024, heads=16, keys=64),
+        Row(144, 4, 1024, heads=12, keys=80),
+        Row(24, 16, 50, heads=8, keys=1000),
+        Row(80, 16, 20, heads=16, keys=600),
+        Row(192, 8, 16, heads=8, keys=1024),
+    ]
+
+
 def whole_steps(rounds: int) -> list[dict[str, Any]]:
     """Returns forward and backward of grouped heads, the host's time of a small step, and peak memory."""
     found = []
@@ -473,7 +512,7 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    names = ("rows", "both", "between", "grouped", "drawn", "features", "biases", "models", "steps")
+    names = ("rows", "both", "between", "grouped", "drawn", "features", "biases", "models", "few", "steps")
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
@@ -489,12 +528,13 @@ def main() -> None:
         "features": features(),
         "biases": biases(),
         "models": models(),
+        "few": few(),
     }
     for name in asked.groups:
         if name == "steps":
             record[name] = whole_steps(asked.rounds)
         else:
-            made = {"both": both, "models": captured}.get(name, backward)
+            made = {"both": both, "models": captured, "few": captured}.get(name, backward)
             record[name] = []
             for row in groups[name]:
                 record[name].append(measured(row, made, asked.rounds))

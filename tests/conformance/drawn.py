@@ -202,6 +202,9 @@ def _draw_dense(seed: int, of_class: random.Random, of_call: random.Random) -> D
         lengths = (lengths[0], lengths[0])
     if interpreted:
         lengths = (min(lengths[0], INTERPRETED_LENGTH), min(lengths[1], INTERPRETED_LENGTH))
+    if gradients and ON_GPU and of_call.random() < 0.3:  # few queries on many keys, or the reverse
+        one_side = of_call.randint(1, 128), of_call.randint(129, 2000)
+        lengths = one_side if of_call.random() < 0.5 else one_side[::-1]
     if gradients:  # differences that cancel to 0 have no scale to hold their rounding against (test_gradients.py)
         lengths, has_window = (lengths[0], max(40, lengths[1])), False
     case = Case(

@@ -11,6 +11,7 @@ from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import flash_bwd
 from warpwave.kernels.flash_bwd import Config, Tile
 from warpwave.kernels.flash_bwd import config as flash_bwd_configs
+from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.problem import AttentionProblem, Causal
 
 PROBLEM = AttentionProblem(
@@ -53,7 +54,9 @@ def test_defaults_of_short_sequences_fit(arch: str, masked: bool) -> None:
             )  # fmt: skip
             for config in flash_bwd.configs(short, gpu):
                 assert flash_bwd.smem_bytes(short, gpu, config) <= gpu.smem_per_block_bytes, (lengths, head_dim)
-                assert not config.joint or max(lengths) <= 128, "longer tiles were not timed"
+                holds_all = flash_bwd.walked_of(short, config) == ""
+                assert not (config.joint and holds_all) or max(lengths) <= 128, "longer tiles were not timed"
+                assert holds_all or gpu.capability == 90, "walks were not timed on other cards"
 
 
 def test_the_default_is_the_one_of_the_table_on_hopper() -> None:
@@ -86,6 +89,85 @@ def test_cost_of_a_joint_launch_by_hand() -> None:
     q, k = heads * 20 * 64 * 2, heads * 50 * 64 * 2
     assert cost.read_bytes == 2 * q + 2 * k, "q and dO; K and V once for each query head"
     assert cost.write_bytes == q + k, "dQ; dK and dV of half as many heads"
+
+
+def of_one_side(lengths: tuple[int, int], head_dim: int = 64, **changes: Any) -> AttentionProblem:
+    sizes: dict[str, Any] = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "head_dim": head_dim}
+    return replace(PROBLEM, **(sizes | {"head_dim_v": head_dim, "num_heads_kv": 4} | changes))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "changes", "tile"),
+    [
+        ((64, 129), 64, {}, (64, 64)),
+        ((64, 128), 128, {}, None),  # a tile holds the keys, too
+        ((65, 1000), 64, {}, None),
+        ((128, 1000), 32, {}, (128, 128)),
+        ((128, 1000), 32, {"mask_shape": (2, 1, 1, 1000)}, None),
+        ((32, 1000), 128, {"mask_shape": (2, 1, 1, 1000)}, (32, 32)),
+        ((33, 1000), 96, {}, (64, 128)),
+        ((20, 1000), 256, {}, (32, 64)),
+        ((33, 1000), 256, {}, None),
+        ((20, 1000), 64, {"num_heads_kv": 2}, None),  # grouped heads walk no keys
+        ((1000, 20), 64, {"num_heads_kv": 2}, (64, 32)),
+        ((1000, 16), 64, {}, (32, 16)),
+        ((1000, 64), 112, {}, None),
+        ((1000, 77), 40, {}, (64, 128)),
+        ((1000, 77), 64, {}, None),
+        ((1000, 20), 64, {"alibi_shape": (4,)}, None),
+        ((1000, 20), 64, {"has_sinks": True}, None),
+        ((1000, 20), 64, {"bias_shape": (1, 1, 1000, 20), "bias_dtype": "bfloat16"}, None),
+        ((1000, 20), 64, {"dtype": "float32"}, None),
+    ],
+    ids=str,
+)
+def test_which_calls_walk_one_side_on_hopper(
+    lengths: tuple[int, int], head_dim: int, changes: dict[str, Any], tile: tuple[int, int] | None
+) -> None:
+    problem = of_one_side(lengths, head_dim, **changes)
+    config = flash_bwd.default(problem, H200)
+    assert config is not None
+    walked = flash_bwd.walked_of(problem, config)
+    assert walked == ("" if tile is None else "keys" if lengths[0] < lengths[1] else "queries")
+    assert bool(hopper_flash_bwd.outrun(problem, H200)) == config.joint
+    if tile is not None:
+        assert (config.dq.block_m, config.dq.block_n) == tile
+        assert "hopper/flash_bwd" in flash_bwd.notes(problem, H200, config)[0]
+        assert {c.splits for c in flash_bwd.configs(problem, H200)} >= {config.splits, 2 * config.splits}
+
+
+def test_splits_fill_the_gpu_once() -> None:
+    """132 SMs: one block of eight warps on each, two of four warps, four of a small tile; two tiles in each part."""
+    eight, four, small = Tile(64, 128, 8, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)
+
+    def splits(tile: Tile, lengths: tuple[int, int], **changes: Any) -> int:
+        return flash_bwd_configs.splits_of(of_one_side(lengths, **changes), H200, tile)
+
+    assert [splits(tile, (16, 8192)) for tile in (eight, four, small)] == [132 // 8, 264 // 8, 64]
+    assert splits(small, (16, 1024)) == 8 and splits(small, (16, 130)) == 1
+    assert splits(eight, (4096, 77)) == 16 and splits(eight, (4096, 77), num_heads_kv=2) == 33
+    assert splits(eight, (4096, 77), batch=100) == 1 and splits(eight, (4096, 77), batch=0) == 32
+
+
+def test_cost_of_walks_by_hand() -> None:
+    tile = Tile(32, 64, 4, 3)
+    problem, config = of_one_side((20, 1000)), Config(tile, tile, joint=True, splits=3)
+    main, added = flash_bwd.cost(problem, H200, config).parts
+    rows, keys = 8 * 20 * 64 * 2, 8 * 1000 * 64 * 2  # bytes of q and of k
+    assert main.flops == 2 * 8 * 16 * 32 * 64 * 5 * 64 and main.blocks == 3 * 8 and main.steps == 8 * 16
+    assert main.read_bytes == 3 * 3 * rows + 2 * keys + 8 * 8 * 20, "q, dO and out in each part, K and V once"
+    assert main.write_bytes == 2 * keys + 3 * 2 * rows and main.scratch_bytes == 3 * 2 * rows, "float32 parts of dQ"
+    assert added.read_bytes == 3 * 2 * rows and added.write_bytes == rows
+    assert flash_bwd.cost(problem, H200, replace(config, splits=1)).launches == 1
+
+    few_keys = of_one_side((1000, 20), num_heads_kv=2)
+    tile = Tile(64, 32, 4, 1)
+    main, added = flash_bwd.cost(few_keys, H200, Config(tile, tile, joint=True, splits=5)).parts
+    rows, keys = 8 * 1000 * 64 * 2, 4 * 20 * 64 * 2
+    assert main.flops == 2 * 8 * 16 * 64 * 32 * 5 * 64 and main.blocks == 5 * 4
+    assert main.read_bytes == 5 * 2 * keys + 3 * rows + 8 * 8 * 1000
+    assert main.write_bytes == rows + 5 * 2 * 2 * keys
+    assert added.read_bytes == 5 * 2 * 2 * keys and added.write_bytes == 2 * keys
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -3,6 +3,15 @@
 Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, launch latency for small grids.
 """
 
-from warpwave.kernels.flash_bwd.config import Config, Tile, arithmetic_of, configs, default, notes, smem_bytes
+from warpwave.kernels.flash_bwd.config import (
+    Config,
+    Tile,
+    arithmetic_of,
+    configs,
+    default,
+    notes,
+    smem_bytes,
+    walked_of,
+)
 from warpwave.kernels.flash_bwd.costs import cost, cost_of_bias
 from warpwave.kernels.flash_bwd.host import GRADIENTS, NAME, NEEDS_GPU, bind, outrun, specify, why_not

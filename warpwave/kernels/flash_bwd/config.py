@@ -9,7 +9,7 @@ from typing import Any
 
 from warpwave.gpu import TCGEN05, WGMMA_OR_TCGEN05, WGMMA_ROWS, Gpu
 from warpwave.kernels import rules
-from warpwave.kernels.arguments import dot_precision, padded, total_widths
+from warpwave.kernels.arguments import column_widths, dot_precision, padded, total_widths
 from warpwave.kernels.cost import PARTS, bytes_per_score
 from warpwave.kernels.rules import (
     IN_CODE_OF_MMA,
@@ -53,14 +53,16 @@ class Config:
         dq: of the launch that owns `block_m` queries and walks keys; the launch of the bias has the same tile.
         dkv: of the launch that owns `block_n` keys and walks queries.
         split_dkv: whether dk and dv take a launch each: one product more, and half the accumulators of a thread.
-        joint: whether one launch with the tile `dq` computes every gradient; it must hold all queries and keys of a
-            sequence. `dkv` and `split_dkv` have no effect then.
+        joint: whether one launch with the tile `dq` computes every gradient. The tile must hold all queries or all keys
+            of a sequence; if it does not hold the others, blocks walk them. `dkv` and `split_dkv` have no effect then.
+        splits: parts of the others, each of which a block walks.
     """
 
     dq: Tile
     dkv: Tile
     split_dkv: bool = False
     joint: bool = False
+    splits: int = 1
 
 
 def adds_up(problem: AttentionProblem) -> bool:
@@ -69,15 +71,38 @@ def adds_up(problem: AttentionProblem) -> bool:
     return problem.bias_shape is None or problem.num_heads_q == problem.num_heads_kv
 
 
+def walked_of(problem: AttentionProblem, config: Config) -> str:
+    """Returns what the blocks of a joint launch walk: "keys" if its tile holds the queries alone, "queries" if it holds
+    the keys alone, "" if it holds both."""
+    if not config.joint:
+        return ""
+    return "keys" if problem.seqlen_k > config.dq.block_n else "queries" if problem.seqlen_q > config.dq.block_m else ""
+
+
+def may_walk(problem: AttentionProblem, walked: str) -> bool:
+    """Returns whether blocks of a joint launch can walk keys, or queries: not of packed sequences, beside a bias, ALiBi
+    or sinks, whose gradients are sums over what several blocks walk, and not the keys of grouped heads."""
+    has_sums = problem.bias_shape is not None or problem.alibi_shape is not None or problem.has_sinks
+    is_grouped = problem.num_heads_q > problem.num_heads_kv
+    return not (problem.packed or has_sums or (walked == "keys" and is_grouped))
+
+
 def check(problem: AttentionProblem, config: Config) -> None:
     """Raises ValueError if the config cannot compute the gradients of the problem."""
     if not config.joint:
         return
     tile = config.dq
-    if problem.seqlen_q > tile.block_m or problem.seqlen_k > tile.block_n:
+    if problem.seqlen_q > tile.block_m and problem.seqlen_k > tile.block_n:
         raise ValueError(
-            f"config has a joint launch with a tile of {tile.block_m} x {tile.block_n}; it must hold all queries and "
-            f"keys of a sequence, {problem.seqlen_q} x {problem.seqlen_k}"
+            f"config has a joint launch with a tile of {tile.block_m} x {tile.block_n}; it must hold all queries or "
+            f"all keys of a sequence, {problem.seqlen_q} x {problem.seqlen_k}"
+        )
+    walked = walked_of(problem, config)
+    if walked and not may_walk(problem, walked):
+        raise ValueError(
+            f"config has a joint launch that walks {walked}, which takes no packed sequences, bias, ALiBi or sinks, and"
+            f" walks no keys of grouped heads; its tile of {tile.block_m} x {tile.block_n} must hold all queries and"
+            f" keys of a sequence, {problem.seqlen_q} x {problem.seqlen_k}"
         )
     if not adds_up(problem):
         raise ValueError("config has a joint launch, which takes no bias beside grouped heads; joint must be False")
@@ -95,6 +120,8 @@ def arithmetic_of(problem: AttentionProblem, gpu: Gpu) -> str:
 
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every target compiles to."""
+    if walked := walked_of(problem, config):
+        return smem_of_one_side(problem, gpu, config.dq, walked)
     if config.joint:
         return smem_of_joint(problem, gpu, config.dq)
     return max(smem_of_tile(problem, gpu, config.dq, False), smem_of_tile(problem, gpu, config.dkv, True))
@@ -153,6 +180,22 @@ def smem_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
     return size * (tile.block_m + tile.block_n) * sum(widths) + 4 * max(gradient, score) + 1024
 
 
+def smem_of_one_side(problem: AttentionProblem, gpu: Gpu, tile: Tile, walked: str) -> int:
+    """Returns `smem_bytes` of a joint launch that walks keys or queries: what it holds, the tiles in flight, among them
+    out beside q and dO, and what changes its layout: scores, or a gradient and an operand. Under a mask, operands
+    without unseen rows and the cells in flight are there too."""
+    size, widths = DTYPE_BYTES[problem.dtype], total_widths(problem, gpu, tile.block_n)
+    score, held, of_step = tile.block_m * tile.block_n, tile.block_m * sum(widths), tile.block_n * sum(widths)
+    if walked == "queries":
+        held, of_step = of_step, held + tile.block_m * widths[1]
+    changing = 2 * size * score
+    if tile.block_m < WGMMA_ROWS <= tile.block_n and max(widths) > 128:  # dQ is by mma, other products are by wgmma
+        changing = max(changing, size * tile.block_n * max(map(max, column_widths(problem, gpu, tile.block_n))))
+    if problem.mask_shape is not None:
+        changing += size * max(tile.block_m, tile.block_n) * max(widths) + tile.num_stages * score
+    return size * (held + tile.num_stages * of_step) + changing + 2 * 1024
+
+
 def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool) -> int:
     """Returns the part of `smem_of_tile` that launches usually need on NVIDIA GPUs: the owned operands, and the walked
     tiles in flight, with `mma` all but the one in registers. Without float32 parts they compile to that."""
@@ -163,6 +206,19 @@ def smem_in_use(problem: AttentionProblem, gpu: Gpu, tile: Tile, owns_keys: bool
 
 
 BLOCKS_PER_SM = 4
+PARTS_AT_ONCE = 1024  # numbers of a gradient of which a block adds the parts
+
+
+def splits_of(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
+    """Returns into how many parts the queries or keys that a joint launch walks are divided: what gives each SM one
+    block of eight warps, or two smaller ones, or four of small tiles, with at least two tiles in each part."""
+    of_sm = 1 if tile.num_warps > 4 else 2 if tile.block_m * tile.block_n >= 2048 else 4
+    owners = problem.batch * problem.num_heads_kv
+    group = problem.num_heads_q // problem.num_heads_kv
+    tiles = -(-problem.seqlen_k // tile.block_n)
+    if tiles == 1:
+        tiles = group * -(-problem.seqlen_q // tile.block_m)
+    return max(1, min(tiles // 2, of_sm * gpu.assumed_sms // max(1, owners)))
 
 
 def parts_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
@@ -186,7 +242,10 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
         return []
     if first.joint:
         tiles = [replace(first.dq, num_warps=warps) for warps in (1, 2, 4, 8)]
-        return [first, *(Config(tile, tile, joint=True) for tile in tiles if tile != first.dq)]
+        others = [replace(first, dq=tile, dkv=tile) for tile in tiles]
+        if walked_of(problem, first):
+            others += [replace(first, splits=splits) for splits in (first.splits // 2, 2 * first.splits) if splits]
+        return [first, *(c for c in others if c != first)]
     others = [replace(first, dq=tile) for tile in fitting(problem, gpu, False)]
     others += [replace(first, dkv=tile) for tile in fitting(problem, gpu, True)]
     return [first, *(c for c in others if c != first)]
@@ -251,6 +310,7 @@ class Call:
         width = max(padded(problem.head_dim), padded(problem.head_dim_v))
         self.bucket = 0 if width <= 64 else 1 if width <= 128 else 2
         self.width = max(total_widths(problem, gpu, WGMMA_ROWS))  # columns of the wider of K and V
+        self.is_between = max(problem.head_dim, problem.head_dim_v) in (*range(33, 49), *range(65, 81))
         self.is_16_bit_mma = gpu.has_mma and not self.is_float32
         self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
@@ -263,6 +323,12 @@ class Call:
         if not adds_up(self.problem) or max(rows, keys) > longest or rows * keys > scores:
             return False
         return smem_of_joint(self.problem, self.gpu, Tile(rows, keys, 4, 1)) <= self.gpu.smem_per_block_bytes
+
+    def may_walk(self, walked: str) -> bool:
+        """Returns whether the joint launch may walk the keys, or the queries, on Hopper in 16 bits: more than 128, so
+        that no tile holds them."""
+        others = self.problem.seqlen_k if walked == "keys" else self.problem.seqlen_q
+        return self.is_hopper and self.is_16_bit and others > 128 and may_walk(self.problem, walked)
 
     def fits_on_hopper(self) -> bool:
         """Returns whether the joint launch fits, and computes all gradients faster than several launches do."""
@@ -288,6 +354,21 @@ def _joint(call: Call) -> Config:
     return Config(tile, tile, joint=True)
 
 
+def _walking_keys(keys: int, num_warps: int, num_stages: int) -> Callable[[Call], Config]:
+    """Returns what makes the joint launch with a tile that holds all queries and walks so many keys at a time."""
+    return lambda call: _in_parts(call, Tile(one_tile(call.problem)[0], keys, num_warps, num_stages))
+
+
+def _walking_queries(rows: int, num_warps: int, num_stages: int) -> Callable[[Call], Config]:
+    """Returns what makes the joint launch with a tile that holds all keys and walks so many queries at a time."""
+    return lambda call: _in_parts(call, Tile(rows, one_tile(call.problem)[1], num_warps, num_stages))
+
+
+def _in_parts(call: Call, tile: Tile) -> Config:
+    return Config(tile, tile, joint=True, splits=splits_of(call.problem, call.gpu, tile))
+
+
+ONE_SIDE = "2026-11-29-h200-one-side-gradients.json"
 JOINT = "2026-11-29-h200-joint-gradients.json"
 FLOAT32 = "2026-11-29-h200-float32-masks.json"
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
@@ -308,6 +389,62 @@ RULES: tuple[Rule[Any], ...] = (
         "1.6 to 2.7 times as fast as separate launches with the same tile in thirteen calls without a mask or bias; "
         "with one, measured up to head_dim 64, 1.3 to 6.3 times as fast as hopper/flash_bwd in seven",
         JOINT,
+    ),
+    Rule(
+        "Hopper, 16 bits, head_dim up to 64, at most 64 queries on more than 128 keys",
+        lambda c: c.may_walk("keys") and c.bucket == 0 and c.problem.seqlen_q <= 64,
+        (_walking_keys(64, 4, 3),),
+        "1.7 to 4.9 times as fast as hopper/flash_bwd in eight calls, 1.39 with padding",
+        ONE_SIDE,
+    ),
+    Rule(
+        "Hopper, 16 bits, head_dim up to 32, 65 to 128 queries on more than 128 keys, no mask",
+        lambda c: c.may_walk("keys") and not c.is_masked and c.width <= 32 and c.problem.seqlen_q <= 128,
+        (_walking_keys(128, 8, 3),),
+        "1.79 and 1.48 times as fast as hopper/flash_bwd; with padding 0.90, with a mask 1.10",
+        ONE_SIDE,
+    ),
+    Rule(
+        "Hopper, 16 bits, head_dim 65 to 128, at most 32 queries on more than 128 keys",
+        lambda c: c.may_walk("keys") and c.bucket == 1 and c.problem.seqlen_q <= 32,
+        (_walking_keys(32, 4, 3),),
+        "1.06 and 1.60 times as fast as hopper/flash_bwd, 1.99 with padding",
+        ONE_SIDE,
+    ),
+    Rule(
+        "Hopper, 16 bits, head_dim 65 to 128, 33 to 64 queries on more than 128 keys, no mask",
+        lambda c: c.may_walk("keys") and not c.is_masked and c.bucket == 1 and c.problem.seqlen_q <= 64,
+        (_walking_keys(128, 8, 2),),
+        "1.09 to 1.15 times as fast as hopper/flash_bwd in three calls",
+        ONE_SIDE,
+    ),
+    Rule(
+        "Hopper, 16 bits, head_dim above 128, at most 32 queries on more than 128 keys, no mask",
+        lambda c: c.may_walk("keys") and not c.is_masked and c.problem.seqlen_q <= 32,
+        (_walking_keys(64, 8, 2),),
+        "1.75 and 1.79 times as fast as hopper/flash_bwd at 256 and 192",
+        ONE_SIDE,
+    ),
+    Rule(
+        "Hopper, 16 bits, head_dim up to 64, more than 128 queries on at most 16 keys",
+        lambda c: c.may_walk("queries") and c.bucket == 0 and c.problem.seqlen_k <= 16,
+        (_walking_queries(32, 4, 2),),
+        "1.87 and 2.05 times as fast as hopper/flash_bwd",
+        ONE_SIDE,
+    ),
+    Rule(
+        "Hopper, 16 bits, more than 128 queries, on 17 to 64 keys at head_dim up to 64, on at most 32 keys to 128",
+        lambda c: c.may_walk("queries") and c.problem.seqlen_k <= (64, 32, 0)[c.bucket],
+        (_walking_queries(64, 4, 1),),
+        "1.38 to 1.85 times as fast as hopper/flash_bwd in five calls, 2.16 with padding; at 112 on 64 keys 0.95",
+        ONE_SIDE,
+    ),
+    Rule(
+        "Hopper, 16 bits, head_dim of 33 to 48 and 65 to 80, more than 128 queries on at most 128 keys, no mask",
+        lambda c: c.may_walk("queries") and not c.is_masked and c.is_between and c.problem.seqlen_k <= 128,
+        (_walking_queries(64, 8, 2),),
+        "1.05 to 1.25 times as fast as hopper/flash_bwd in four calls; at 64 and 128 0.80 to 0.92, at 144 0.82",
+        ONE_SIDE,
     ),
     Rule(
         "other NVIDIA cards and AMD CDNA, 16 bits, head_dim up to 128, a tile of at most 64 x 64 holds a sequence",
@@ -519,7 +656,7 @@ rule_of_masks = rules.chooser(RULES_OF_MASKS, Call)
 def rows_of(problem: AttentionProblem, gpu: Gpu) -> list[Rule[Any]]:
     """Returns the rows that choose the default config: of `RULES`, and of `RULES_OF_MASKS` for a mask or bias."""
     is_masked, first = problem.mask_shape is not None or problem.bias_shape is not None, rule_of(problem, gpu)
-    return [first, *([rule_of_masks(problem, gpu)] if is_masked and first.choices != (_joint,) else ())]
+    return [first, *([rule_of_masks(problem, gpu)] if is_masked and not callable(first.choices[0]) else ())]
 
 
 def of_table(problem: AttentionProblem, gpu: Gpu) -> Config:

@@ -20,15 +20,18 @@ from warpwave.kernels.cost import (
     waits_for_memory,
 )
 from warpwave.kernels.flash_bwd.config import (
+    PARTS_AT_ONCE,
     Config,
     Tile,
     arithmetic_of,
     parts_of_bias,
     smem_in_use,
     smem_of_joint,
+    smem_of_one_side,
     smem_of_tile,
+    walked_of,
 )
-from warpwave.kernels.gradient_costs import cell_bytes, keys_of, of_keys, of_queries, of_zeros
+from warpwave.kernels.gradient_costs import cell_bytes, keys_of, of_keys, of_queries, of_rows, of_zeros
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 LAUNCHES_OF_KEYS = {  # split_dkv -> (products, those that an earlier launch has computed) of each launch
@@ -44,6 +47,8 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     launch each, S is computed three times. In float32 the first launch walks the keys twice: nine products. A joint
     launch computes five.
     """
+    if walked := walked_of(problem, config):
+        return _one_side(problem, gpu, config, walked)
     if config.joint:
         return in_turn([*_zeros(problem), _joint(problem, gpu, config.dq)], workspace_bytes=0)
     rows = problem.rows * problem.num_heads_q
@@ -108,6 +113,45 @@ def _joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:
         registers=_registers_of_joint(problem, gpu, tile),
         loop="joint" if reads_shared_memory(gpu, tile.block_m) else "joint mma",
     )
+
+
+def _one_side(problem: AttentionProblem, gpu: Gpu, config: Config, walked: str) -> Cost:
+    """Returns the cost of the joint launch that walks keys or queries, and of the addition of the parts of what it
+    holds. It reads and writes what it walks once; each block reads what it holds."""
+    tile, splits, size = config.dq, config.splits, DTYPE_BYTES[problem.dtype]
+    widths = total_widths(problem, gpu, tile.block_n)
+    walk = of_keys(problem, tile.block_m, tile.block_n, widths)
+    rows, keys = problem.rows * problem.num_heads_q, keys_of(problem)
+    width, width_v = problem.head_dim + problem.head_dim_v, problem.head_dim_v
+    sides = (rows * (width + width_v), rows * problem.head_dim), (keys * width, keys * width)
+    (held, held_gradients), (others, gradients) = sides if walked == "keys" else sides[::-1]
+    parts = 4 * splits * held_gradients if splits > 1 else 0
+    cells = walk.steps * tile.block_m * tile.block_n * bytes_per_score(problem)
+    written = size * gradients + (parts or size * held_gradients)
+    blocks = splits * problem.batch * problem.num_heads_kv
+    smem = smem_of_one_side(problem, gpu, tile, walked)
+    main = replace(
+        _with_tile(walk, problem, gpu, tile, True),
+        blocks=blocks,
+        items=blocks,
+        longest=0,
+        order=(),
+        flops=walk.flops + 2 * walk.steps * tile.block_m * tile.block_n * widths[0],
+        read_bytes=size * (splits * held + others) + 8 * rows + cells,
+        write_bytes=written,
+        scratch_bytes=parts,
+        first_bytes=size * (held + others + gradients) + 4 * rows + min(cells, cell_bytes(problem)),
+        walked_bytes=size * others // max(1, problem.batch * problem.num_heads_kv),
+        smem_bytes=smem,
+        smem_margin=0,
+        registers=gpu.registers_per_thread or 255,
+        loop="one side",
+    )
+    if not parts:
+        return in_turn([main], workspace_bytes=0)
+    count = -(-held_gradients // PARTS_AT_ONCE)
+    added = of_rows(count, parts, size * held_gradients, parts, 128)
+    return in_turn([main, added], workspace_bytes=parts)
 
 
 def _of_queries(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Cost:

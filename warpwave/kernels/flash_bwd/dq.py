@@ -34,6 +34,7 @@ from warpwave.kernels.flash_bwd.tiles import (
     probabilities,
     score_gradient,
     score_tile,
+    statistics_of_rows,
     store_statistics,
     through_softcap,
 )
@@ -181,14 +182,7 @@ def flash_bwd_dq_kernel(
     if not OWN_STATISTICS:
         out = pointers_of(out_ptr, rows, dims_v, out_tensor.stride_m, 1)
         out = load_tiles(out, 0, rows, dims_v, 0, seqlen_q, HEAD_DIM_V, CHECK_DV)  # of [BLOCK_M, BLOCK_DV]
-        # The output of a row that sees nothing is 0, so its upstream gradient must have no effect, NaN included.
-        for i in tl.static_range(len(out)):
-            terms = dout[i].to(tl.float32) * out[i].to(tl.float32)
-            delta += tl.sum(tl.where(out[i] == 0.0, 0.0, terms), 1)  # [BLOCK_M]
-        lse = load_rows(lse_ptr + line, rows, seqlen_q, float("-inf"))  # [BLOCK_M]
-        lse_log2 = infinite_if_blind(lse * LOG2_E)
-        if HAS_DLSE:
-            delta -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)
+        lse_log2, delta = statistics_of_rows(dout, out, lse_ptr, dlse_ptr, line, rows, seqlen_q, HAS_DLSE)
     sink_log2 = float("-inf")
     if HAS_SINKS:
         sink_log2 = tl.load(sinks_ptr + head) * LOG2_E

@@ -43,6 +43,7 @@ from warpwave.kernels.arguments import (
     window,
 )
 from warpwave.kernels.flash_bwd.config import (
+    PARTS_AT_ONCE,
     Config,
     Tile,
     arithmetic_of,
@@ -51,11 +52,14 @@ from warpwave.kernels.flash_bwd.config import (
     parts_of_bias,
     smem_bytes,
     space,
+    walked_of,
 )
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
 from warpwave.kernels.flash_bwd.joint import flash_bwd_joint_kernel
+from warpwave.kernels.flash_bwd.one_side import flash_bwd_one_side_kernel
+from warpwave.kernels.flash_bwd.parts import flash_bwd_add_parts_kernel
 from warpwave.kernels.torch_products import keeps_float32
 from warpwave.operands import DIFFERENTIABLE, AnyOperands, differentiable
 from warpwave.problem import AttentionProblem, by_kind
@@ -83,6 +87,8 @@ class Outputs(NamedTuple):
         of_slopes, of_sinks: the contribution of each tile of queries to a gradient, float32 (batch, num_heads_q,
             tiles).
         of_bias: sums of parts of dbias, float32 (parts, *dbias.shape), if there are several.
+        dq_parts, dk_parts, dv_parts: parts of a gradient, float32 (splits, *dq.shape), if several blocks of a joint
+            launch share it.
     """
 
     dq: Any = None
@@ -93,6 +99,9 @@ class Outputs(NamedTuple):
     of_slopes: Any = None
     of_sinks: Any = None
     of_bias: Any = None
+    dq_parts: Any = None
+    dk_parts: Any = None
+    dv_parts: Any = None
 
 
 # Calls ----------------------------------------------------------------------------------------------------------------
@@ -133,7 +142,7 @@ def bind(problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Seq
             specs = specify(problem, gpu, straightened, (out, lse), dout, dlse, outputs, config)
             launchers = [launch.bind(spec) for spec in specs]
             bound.put(key, launchers)
-        tensors = _tensors(straightened, (out, lse), dout, dlse, outputs, config)
+        tensors = _tensors(problem, straightened, (out, lse), dout, dlse, outputs, config)
         for launcher, taken in zip(launchers, tensors, strict=True):
             launcher(*taken)
         return _gradients(operands, outputs, wanted)
@@ -189,6 +198,10 @@ def _allocator(
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
     needs: dict[str, scratch.Need] = {}
+    shared = {"keys": (0,), "queries": (1, 2), "": ()}[walked_of(problem, config)] if config.splits > 1 else ()
+    for i in shared:
+        if wanted[i]:
+            needs[("dq_parts", "dk_parts", "dv_parts")[i]] = ((config.splits, *operands[i].shape), torch.float32)
     if not config.joint:
         needs["statistics"] = ((*rows[:-1], problem.num_heads_q, rows[-1]), torch.int64)
     for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True):
@@ -238,8 +251,8 @@ def specify(
         results: out and lse. The last stride of out and dout is 1; lse and dlse are contiguous.
         outputs: the tensors to write; gradients are contiguous.
     """
-    out, (dq, dk, dv, _dbias, _statistics, of_slopes, of_sinks, _of_bias) = results[0], outputs
-    tensors = iter(_tensors(operands, results, dout, dlse, outputs, config))
+    out, (dq, dk, dv, _dbias, _statistics, of_slopes, of_sinks, *_) = results[0], outputs
+    tensors = iter(_tensors(problem, operands, results, dout, dlse, outputs, config))
     unit = stride_unit(*operands[:3], out, dout, *outputs[:3])
 
     def in_units(*rows: torch.Tensor | None) -> list[int]:
@@ -276,6 +289,33 @@ def specify(
         # Two loops are measured with wgmma (docs/notes/backward.md), and not with tcgen05.
         return reads_shared_memory(gpu, owned) or two_loops(gpu, owned, width)
 
+    if walked := walked_of(problem, config):
+        tile, given, walks_keys = config.dq, _shared(outputs), walked == "keys"
+        written = dict(zip(("WRITE_DQ", "WRITE_DK", "WRITE_DV"), given, strict=True))
+        found = [
+            one(
+                flash_bwd_one_side_kernel, config.splits * problem.batch * problem.num_heads_kv, tile, tile.block_n,
+                [*shared, *in_units(out, *given), problem.batch, config.splits, *heads],
+                {
+                    "WALKS_KEYS": walks_keys,
+                    "HAS_DLSE": dlse is not None,
+                    **{name: t is not None for name, t in written.items()},
+                },
+            )
+        ]  # fmt: skip
+        if parts := _parts(outputs):
+            sizes = [t[0].numel() for t, _ in parts]
+            found.append(
+                launch.Launch(
+                    kernel=flash_bwd_add_parts_kernel,
+                    grid=sum(-(-size // PARTS_AT_ONCE) for size in sizes),
+                    tensors=next(tensors),
+                    scalars=[config.splits, *sizes, *([0] if len(sizes) == 1 else [])],
+                    constants={"BLOCK": PARTS_AT_ONCE},
+                    options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
+                )
+            )
+        return tuple(found)
     if config.joint:
         tile, sums = config.dq, _sums_of_bias(outputs)
         parts, *owners = (1, problem.batch, problem.num_heads_kv) if sums is None else sums.shape[:3]
@@ -341,6 +381,7 @@ def specify(
 
 
 def _tensors(
+    problem: AttentionProblem,
     operands: AnyOperands,
     results: Results,
     dout: torch.Tensor,
@@ -350,8 +391,16 @@ def _tensors(
 ) -> list[tuple[Any, ...]]:
     """Returns the pointer arguments of each launch, in the kernels' order."""
     q, k, v, mask, bias, slopes, sinks, cu_seqlens_q, cu_seqlens_k, *_ = operands
-    (out, lse), (dq, dk, dv, _dbias, statistics, of_slopes, of_sinks, _of_bias) = results, outputs
+    (out, lse), (dq, dk, dv, _dbias, statistics, of_slopes, of_sinks, *_) = results, outputs
     shared = (q, k, v, dout, mask, bias, slopes, cu_seqlens_q, cu_seqlens_k, operands.dropout_seed)
+    if walked_of(problem, config):
+        first = (*shared, lse, out, dlse, *_shared(outputs))
+        parts = _parts(outputs)
+        if not parts:
+            return [first]
+        sources, sums = zip(*parts, strict=True)
+        none = (None,) * (2 - len(parts))
+        return [first, (*sources, *none, *sums, *none)]
     if config.joint:
         return [(*shared, dlse, sinks, dq, dk, dv, _sums_of_bias(outputs), of_slopes, of_sinks)]
     found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
@@ -359,6 +408,19 @@ def _tensors(
     if (sums := _sums_of_bias(outputs)) is not None:
         found.append((*shared, statistics, sums))
     return found
+
+
+def _shared(outputs: Outputs) -> tuple[Any, Any, Any]:
+    """Returns where a joint launch writes dq, dk and dv: to the parts of those that blocks share."""
+    pairs = zip(outputs[:3], (outputs.dq_parts, outputs.dk_parts, outputs.dv_parts), strict=True)
+    dq, dk, dv = (whole if parts is None else parts[0] for whole, parts in pairs)
+    return dq, dk, dv
+
+
+def _parts(outputs: Outputs) -> list[tuple[Any, Any]]:
+    """Returns the parts of the gradients that blocks share, each with the gradient."""
+    pairs = zip((outputs.dq_parts, outputs.dk_parts, outputs.dv_parts), outputs[:3], strict=True)
+    return [(parts, whole) for parts, whole in pairs if parts is not None]
 
 
 def _sums_of_bias(outputs: Outputs) -> torch.Tensor | None:

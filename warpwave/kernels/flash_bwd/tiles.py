@@ -47,6 +47,25 @@ def load_statistics(pointers, rows, row_begin, row_end, CHECK_ROWS: tl.constexpr
 
 
 @jit
+def statistics_of_rows(dout, out, lse_ptr, dlse_ptr, line, rows, seqlen_q, HAS_DLSE: tl.constexpr):
+    """Returns the log-sum-exp in bits, and delta, of rows of the forward.
+
+    Args:
+        dout, out: of [BLOCK_M, BLOCK_DV], in tiles.
+        line: of the head's first row, from `lse_ptr` and `dlse_ptr`.
+    """
+    delta = tl.zeros([rows.shape[0]], tl.float32)
+    # The output of a row that sees nothing is 0, so its upstream gradient must have no effect, NaN included.
+    for i in tl.static_range(len(out)):
+        terms = dout[i].to(tl.float32) * out[i].to(tl.float32)
+        delta += tl.sum(tl.where(out[i] == 0.0, 0.0, terms), 1)  # [BLOCK_M]
+    lse = load_rows(lse_ptr + line, rows, seqlen_q, float("-inf"))  # [BLOCK_M]
+    if HAS_DLSE:
+        delta -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)
+    return infinite_if_blind(lse * LOG2_E), delta
+
+
+@jit
 def infinite_if_blind(lse_log2):
     """Returns plus infinity in place of minus infinity: `exp2(score - lse)` is then 0, and `-inf - -inf` is never
     computed."""
