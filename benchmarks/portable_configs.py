@@ -37,7 +37,7 @@ from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import flash_bwd, flash_fwd
 from warpwave.kernels.arguments import total_widths
 from warpwave.kernels.flash_bwd import host
-from warpwave.kernels.flash_bwd.config import fitting as fitting_tiles
+from warpwave.kernels.flash_bwd.choice import fitting as fitting_tiles
 from warpwave.kernels.flash_fwd.config import fitting
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem, Causal
@@ -164,7 +164,7 @@ def prepared(job: Job, gpu: Gpu, results: tuple[torch.Tensor, ...] | None) -> Pr
         return [partial(launch.bind(one), *one.tensors) for one in forward], (out, lse), out
     assert results is not None
     outputs = host._allocator(problem, gpu, operands, OF_QKV, job.config)()
-    specs = host.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, job.config)
+    specs = flash_bwd.specify(problem, gpu, operands, (results[0], results[1]), dout, None, outputs, job.config)
     bound = [launch.bind(spec) for spec in specs]
     calls: list[Callable[[], Any]] = [partial(run, *spec.tensors) for run, spec in zip(bound, specs, strict=True)]
     return calls, outputs, results[0]

@@ -15,7 +15,7 @@ from warpwave import dispatch
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_bwd
-from warpwave.kernels.flash_bwd.host import Outputs
+from warpwave.kernels.flash_bwd.launches import Outputs
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel as hopper_kernel
 from warpwave.kernels.hopper.flash_bwd import launches as hopper_launches

@@ -15,7 +15,7 @@ from tests.test_dispatch import drawn_problem
 from warpwave import dispatch, explain
 from warpwave.gpu import ARCHS, INTERPRETER, Gpu
 from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, split_kv, three_kernel
-from warpwave.kernels.flash_bwd import config as flash_bwd_configs
+from warpwave.kernels.flash_bwd import choice as flash_bwd_choice
 from warpwave.kernels.flash_fwd import config as flash_fwd_configs
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
@@ -48,7 +48,7 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
         (*flash_fwd_configs.RULES, *flash_fwd_configs.RULES_OF_MASKS, flash_fwd_configs.OF_FACTORS),
         flash_fwd_configs.rows_of,
     ),
-    (flash_bwd, (*flash_bwd_configs.RULES, *flash_bwd_configs.RULES_OF_MASKS), flash_bwd_configs.rows_of),
+    (flash_bwd, (*flash_bwd_choice.RULES, *flash_bwd_choice.RULES_OF_MASKS), flash_bwd_choice.rows_of),
     (
         three_kernel,
         (
@@ -99,13 +99,20 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             plain: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
             problem = replace(problem, bias_shape=None, bias_dtype=None, head_dim=rng.choice((136, 160, 192)), **plain)
             problem = replace(problem, head_dim_v=rng.choice((128, problem.head_dim)))
+        if (
+            module is flash_bwd and i % 7 == 0 and not problem.packed
+        ):  # few queries or keys, and no sums over the others
+            queries, keys = random.Random(i).choice(((20, 500), (50, 500), (100, 500), (500, 10), (500, 30), (500, 77)))
+            problem = replace(problem, seqlen_q=queries, seqlen_k=keys, num_heads_kv=problem.num_heads_q)
+            alone: dict[str, Any] = {"mask_shape": None, "bias_shape": None, "bias_dtype": None, "alibi_shape": None}
+            problem = replace(problem, has_sinks=False, **alone)
         if module is hopper_flash_fwd and i % 13 == 0 and not problem.page_size and not problem.packed:
             # A causal mask alone over as many keys as queries, or over a long prompt, or no mask, which no drawn call
             # has.
             queries, keys, heads, width = random.Random(i).choice(
                 ((512, 512, 32, 128), (1536, 1536, 8, 128), (2048, 16384, 32, 128), (1024, 1024, 40, 64))
             )
-            alone: dict[str, Any] = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
+            alone = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
             problem = replace(
                 problem, bias_shape=None, bias_dtype=None, seqlen_q=queries, seqlen_k=keys, batch=1, **alone
             )

@@ -9,8 +9,8 @@ import pytest
 
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import flash_bwd
-from warpwave.kernels.flash_bwd import Config, Tile
-from warpwave.kernels.flash_bwd import config as flash_bwd_configs
+from warpwave.kernels.flash_bwd import Config, Tile, choice
+from warpwave.kernels.flash_bwd.config import splits_of
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.problem import AttentionProblem, Causal
 
@@ -62,7 +62,7 @@ def test_defaults_of_short_sequences_fit(arch: str, masked: bool) -> None:
 def test_the_default_is_the_one_of_the_table_on_hopper() -> None:
     for head_dim in (64, 128, 256):
         problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim)
-        assert flash_bwd.default(problem, H200) == flash_bwd_configs.of_table(problem, H200)
+        assert flash_bwd.default(problem, H200) == choice.of_table(problem, H200)
 
 
 def test_cost_by_hand() -> None:
@@ -141,7 +141,7 @@ def test_splits_fill_the_gpu_once() -> None:
     eight, four, small = Tile(64, 128, 8, 2), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)
 
     def splits(tile: Tile, lengths: tuple[int, int], **changes: Any) -> int:
-        return flash_bwd_configs.splits_of(of_one_side(lengths, **changes), H200, tile)
+        return splits_of(of_one_side(lengths, **changes), H200, tile)
 
     assert [splits(tile, (16, 8192)) for tile in (eight, four, small)] == [132 // 8, 264 // 8, 64]
     assert splits(small, (16, 1024)) == 8 and splits(small, (16, 130)) == 1

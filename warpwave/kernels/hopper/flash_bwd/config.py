@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import reasons, rules
-from warpwave.kernels.flash_bwd import config as flash_bwd
+from warpwave.kernels import flash_bwd, reasons, rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule
