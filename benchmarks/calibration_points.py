@@ -80,6 +80,8 @@ def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
     if "joint-gradients" in path.name:
         return list(_of_joint_launch(json.loads(path.read_text(encoding="utf-8"))["short sequences"]))
+    if "one-side-gradients" in path.name:
+        return list(_of_one_side(json.loads(path.read_text(encoding="utf-8"))["few"]))
     if "float32-masks" in path.name:
         return list(_of_float32_tiles(json.loads(path.read_text(encoding="utf-8"))))
     if path.suffix == ".json":
@@ -195,21 +197,35 @@ def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
     a gradient of a bias."""
     for m in lines:
         row = gradients.Row(**m["row"])
-        keys, (heads, kv_heads) = row.keys or row.seqlen, row.num_heads
-        problem = saving_of(AttentionProblem(
-            batch=row.batch, seqlen_q=row.seqlen, seqlen_k=keys, num_heads_q=heads, num_heads_kv=kv_heads,
-            head_dim=row.head_dim, head_dim_v=row.dim_v, dtype=row.dtype, softmax_scale=row.head_dim**-0.5,
-            causal=Causal() if row.causal else None,
-            mask_shape=(row.batch, 1, 1, keys) if row.beside == "padding" else None,
-            bias_shape=(1, heads, row.seqlen, keys) if row.beside == "bias" else None,
-            bias_dtype=row.dtype if row.beside == "bias" else None,
-        ))  # fmt: skip
+        problem = _of_row(row)
         config = flash_bwd.default(problem, _H200)
         if row.documents or row.beside == "trained bias" or config is None or not config.joint:
             continue
         tile = config.dq
         us = 1e3 * median(m["configs"][f"joint {tile.block_m}x{tile.block_n}w{tile.num_warps}"])
         yield Point(flash_bwd, config, problem, us, True, m["case"], True)
+
+
+def _of_one_side(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
+    """Reads the joint launch of flash_bwd that walks keys or queries, of calls that take it."""
+    for m in lines:
+        problem = _of_row(gradients.Row(**m["row"]))
+        config = flash_bwd.default(problem, _H200)
+        if config is not None and flash_bwd.walked_of(problem, config):
+            yield Point(flash_bwd, config, problem, 1e3 * median(m["ms"]["warpwave"]), True, m["case"], True)
+
+
+def _of_row(row: gradients.Row) -> AttentionProblem:
+    """Returns the problem of a row of `benchmarks.gradients` without documents."""
+    keys, (heads, kv_heads) = row.keys or row.seqlen, row.num_heads
+    of_mask = {"padding": (row.batch, 1, 1, keys), "mask": (1, heads, row.seqlen, keys)}
+    return saving_of(AttentionProblem(
+        batch=row.batch, seqlen_q=row.seqlen, seqlen_k=keys, num_heads_q=heads, num_heads_kv=kv_heads,
+        head_dim=row.head_dim, head_dim_v=row.dim_v, dtype=row.dtype, softmax_scale=row.head_dim**-0.5,
+        causal=Causal() if row.causal else None, mask_shape=of_mask.get(row.beside),
+        bias_shape=(1, heads, row.seqlen, keys) if row.beside == "bias" else None,
+        bias_dtype=row.dtype if row.beside == "bias" else None,
+    ))  # fmt: skip
 
 
 def _of_float32_tiles(data: Mapping[str, Any]) -> Iterator[Point]:

@@ -30,6 +30,7 @@ OF_GRADIENTS = {
     "biases": "backward, biases",
     "models": "backward, models",
     "short sequences": "backward, short sequences",
+    "few": "backward, few queries or keys",
     "steps": "training steps",
 }
 NOT_PEERS = ("warpwave", "deterministic", "none", "tree")

@@ -61,6 +61,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "backward, drawn": "backward, drawn",
         "backward, models": "backward, published models",
         "backward, short sequences": "backward, many short sequences",
+        "backward, few queries or keys": "backward, few queries or keys",
         "backward, features": "backward, features",
         "backward, biases": "backward with a bias",
         "forward and backward": "forward and backward",

@@ -144,8 +144,8 @@ def _one_side(problem: AttentionProblem, gpu: Gpu, config: Config, walked: str) 
         walked_bytes=size * others // max(1, problem.batch * problem.num_heads_kv),
         smem_bytes=smem,
         smem_margin=0,
-        registers=gpu.registers_per_thread or 255,
-        loop="one side",
+        registers=_registers_of_one_side(gpu, tile, widths, walked),
+        loop=f"walks {walked}",
     )
     if not parts:
         return in_turn([main], workspace_bytes=0)
@@ -233,6 +233,15 @@ def _registers_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
     of_block = 1.5 * tile.block_m * tile.block_n + 0.375 * elements
     of_cells = 40 if bytes_per_score(problem) else 0
     return min(limit, 40 + of_cells + int(of_block) // (tile.num_warps * gpu.warp_size))
+
+
+def _registers_of_one_side(gpu: Gpu, tile: Tile, widths: tuple[int, int], walked: str) -> int:
+    """Returns approximately the registers of a thread of the joint launch that walks keys or queries, from what sm_90
+    compiles to: some sixty, scores, the gradients of what the block holds, and one of what it walks."""
+    of_rows, of_keys = tile.block_m * widths[0], tile.block_n * sum(widths)
+    gradients = of_rows + of_keys // 2 if walked == "keys" else of_keys + of_rows
+    elements = 5 * tile.block_m * tile.block_n // 2 + gradients
+    return min(gpu.registers_per_thread or 255, 60 + 6 * elements // (5 * tile.num_warps * gpu.warp_size))
 
 
 def _loop(problem: AttentionProblem, multiply_adds: bool, reads_shared: bool) -> str:
