@@ -7,13 +7,13 @@ from tests.mutants.mutant import EAGER, FLASH, Mutant
 # Of the portable gradients.
 DQ, DKV, DBIAS = (f"kernels/flash_bwd/{name}.py" for name in ("dq", "dkv", "dbias"))
 BACKWARD_TILES = "kernels/flash_bwd/tiles.py"
+ONE_SIDE, BY_ONE_SIDE = "kernels/flash_bwd/one_side.py", "../kernels/flash_bwd/test_one_side.py::"
 BY_GATES = "../kernels/flash_bwd/test_gradients.py::"
 SLOPES = "test_slopes.py"
 BACKWARD = [
     Mutant(
-        "gradients: nothing arrives at the log-sum-exp", DQ,
-        "delta -= load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)\n    sink_log2",
-        "delta -= 0.0 * load_rows(dlse_ptr + line, rows, seqlen_q, 0.0)\n    sink_log2",
+        "gradients: nothing arrives at the log-sum-exp", BACKWARD_TILES,
+        "delta -= load_rows(dlse_ptr + line", "delta -= 0.0 * load_rows(dlse_ptr + line",
         f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dq",
     ),
     Mutant(
@@ -119,7 +119,7 @@ BACKWARD = [
         f"{BY_GATES}test_keys_that_no_query_sees_may_hold_anything", "bias", "bits(",
     ),
     Mutant(
-        "gradients: NaN that arrives at a row that sees nothing goes on", DQ,
+        "gradients: NaN that arrives at a row that sees nothing goes on", BACKWARD_TILES,
         "tl.where(out[i] == 0.0, 0.0, terms)", "terms + 0.0",
         f"{BY_GATES}test_rows_that_see_nothing", "queries and float16", "bits(",
     ),
@@ -157,6 +157,42 @@ BACKWARD = [
         "gradients: parts of a bias overlap", DBIAS,
         "items * (part + 1) // num_parts", "(items * (part + 1) + num_parts - 1) // num_parts",
         f"{BY_GATES}test_parts_of_a_gradient_of_a_bias_sum_all_batch_items_once", "4", "dbias",
+    ),
+    Mutant(
+        "gradients of one side: parts overlap", ONE_SIDE,
+        "items * (split + 1) // num_splits", "(items * (split + 1) + num_splits - 1) // num_splits",
+        f"{BY_ONE_SIDE}test_more_parts_than_tiles_and_uneven_ones", "3 and 64", "FAIL A peer rule of d",
+    ),
+    Mutant(
+        "gradients of one side: no second walk", ONE_SIDE,
+        "end = tl.where(repeats, item_end, item_begin)", "end = tl.where(repeats, item_begin, item_begin)",
+        f"{BY_ONE_SIDE}test_rows_that_see_nothing", "mask", "bits(",
+    ),
+    Mutant(
+        "gradients of one side: what is held is not zeroed in the second walk", ONE_SIDE,
+        "                dk = only_where(~repeats, dk)\n", "                dk = only_where(repeats | ~repeats, dk)\n",
+        f"{BY_ONE_SIDE}test_rows_that_see_nothing", "mask and 16x128", "bits(",
+    ),
+    Mutant(
+        "gradients of one side: dropout of the first rows in every tile", ONE_SIDE,
+        "dropout_key, batch, head, row_tile,", "dropout_key, batch, head, 0,",
+        f"{BY_ONE_SIDE}test_features", "dropout and 16x128", "FAIL A peer rule of d",
+    ),
+    Mutant(
+        "gradients of one side: statistics of the group's first head", ONE_SIDE,
+        "line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h",
+        "line = batch * lse_tensor.stride_b + kv_head * group_size * lse_tensor.stride_h",
+        f"{BY_ONE_SIDE}test_features", "softcap and 16x128", "FAIL A peer rule of d",
+    ),
+    Mutant(
+        "gradients of one side: the last part is not added", "kernels/flash_bwd/parts.py",
+        "for split in range(num_splits):", "for split in range(num_splits - 1):",
+        f"{BY_ONE_SIDE}test_features", "softcap and 2", "FAIL A peer rule of d",
+    ),
+    Mutant(
+        "gradients of one side: dk added up in place of dv", "kernels/flash_bwd/parts.py",
+        "_add(other_parts_ptr, other_sum_ptr,", "_add(parts_ptr, other_sum_ptr,",
+        f"{BY_ONE_SIDE}test_features", "softcap and 16x128 and 2", "FAIL A peer rule of dv",
     ),
     Mutant(
         "gradients: of a bias from the first part alone", "kernels/flash_bwd/host.py",
