@@ -91,6 +91,45 @@ JOINT = {
 }
 
 
+# (queries, keys, head_dim, feature) of calls whose blocks walk one side -> bytes of local memory a thread may take.
+ONE_SIDE = {
+    (7, 4096, 16, "plain"): 0,
+    (32, 257, 64, "mask"): 128,
+    (64, 1601, 64, "mask"): 720,
+    (100, 850, 32, "plain"): 128,
+    (16, 576, 128, "dropout"): 0,
+    (64, 512, 128, "plain"): 64,
+    (32, 2048, 256, "plain"): 0,
+    (4096, 7, 16, "mask"): 0,
+    (3136, 49, 64, "mask"): 360,
+    (1024, 32, 128, "plain"): 256,
+    (1024, 16, 72, "plain"): 160,
+    (4096, 77, 40, "plain"): 0,
+    (1024, 77, 80, "plain"): 288,
+}
+MOST_COMPILED = 4  # of these in every run
+
+
+@pytest.mark.parametrize(
+    ("call", "spill_bytes"),
+    [
+        pytest.param(*item, marks=[pytest.mark.full] if n >= MOST_COMPILED else [])
+        for n, item in enumerate(ONE_SIDE.items())
+    ],
+    ids=str,
+)
+def test_joint_launches_of_one_side_compile_within_limits(call: tuple[int, int, int, str], spill_bytes: int) -> None:
+    seqlen_q, seqlen_k, head_dim, feature = call
+    plain = job("sm_90", "bfloat16", head_dim, feature)
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads_kv": plain["problem"]["num_heads_q"]}
+    if feature == "mask":
+        sizes["mask_shape"] = (1, 1, 1, seqlen_k)
+    (facts,) = compile_all([plain | {"problem": plain["problem"] | sizes}])
+    check(plain, facts | {"launches": facts["launches"][:1]})  # the addition of parts has no products
+    assert facts["launches"][0]["name"] == "flash_bwd_one_side_kernel"
+    assert facts["launches"][0]["spill_bytes"] <= spill_bytes, facts["launches"][0]["spill_bytes"]
+
+
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a == "sm_90" else [pytest.mark.full]) for a in JOINT])
 def test_joint_launches_compile_within_limits(arch: str) -> None:
     jobs = []

@@ -82,9 +82,15 @@ def portable_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu)
 
     out = torch.empty((*given.q.shape[:-1], problem.head_dim_v), dtype=given.q.dtype, device="meta")
     rows = torch.empty(16, dtype=torch.float32, device="meta")
+
+    def parts(t: torch.Tensor, walked: str) -> torch.Tensor | None:
+        shared = config.splits > 1 and walked == flash_bwd.walked_of(problem, config)
+        return torch.empty((config.splits, *t.shape), dtype=torch.float32, device="meta") if shared else None
+
     outputs = Outputs(
         like(given.q), like(given.k), like(given.v), like(given.bias), rows.to(torch.int64),
-        None if given.alibi_slopes is None else rows, None if given.sinks is None else rows,
+        None if given.alibi_slopes is None else rows, None if given.sinks is None else rows, None,
+        parts(given.q, "keys"), parts(given.k, "queries"), parts(given.v, "queries"),
     )  # fmt: skip
     specs = flash_bwd.specify(problem, gpu, given, (out, rows), out, rows, outputs, config)
     results, is_hopper = [compile_launch(spec, gpu) for spec in specs], job["arch"] == "sm_90"

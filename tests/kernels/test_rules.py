@@ -105,7 +105,7 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             queries, keys = random.Random(i).choice(((20, 500), (50, 500), (100, 500), (500, 10), (500, 30), (500, 77)))
             problem = replace(problem, seqlen_q=queries, seqlen_k=keys, num_heads_kv=problem.num_heads_q)
             alone: dict[str, Any] = {"mask_shape": None, "bias_shape": None, "bias_dtype": None, "alibi_shape": None}
-            problem = replace(problem, has_sinks=False, **alone)
+            problem = replace(problem, has_sinks=False, causal=None, window_size=(-1, -1), **alone)
         if module is hopper_flash_fwd and i % 13 == 0 and not problem.page_size and not problem.packed:
             # A causal mask alone over as many keys as queries, or over a long prompt, or no mask, which no drawn call
             # has.

@@ -154,13 +154,13 @@ BACKWARD = [
         f"{BY_GATES}test_bias_of_any_shape", "40", "FAIL A peer rule of dbias",
     ),
     Mutant(
-        "gradients: parts of a bias overlap", DBIAS,
-        "items * (part + 1) // num_parts", "(items * (part + 1) + num_parts - 1) // num_parts",
+        "gradients: parts of a bias overlap", "kernels/primitives.py",
+        "begin + least + (part < items % num_parts).to(tl.int32)", "begin + least + 1",
         f"{BY_GATES}test_parts_of_a_gradient_of_a_bias_sum_all_batch_items_once", "4", "dbias",
     ),
     Mutant(
-        "gradients of one side: parts overlap", ONE_SIDE,
-        "items * (split + 1) // num_splits", "(items * (split + 1) + num_splits - 1) // num_splits",
+        "gradients of one side: parts leave items out", "kernels/primitives.py",
+        "part * least + tl.minimum(part, items % num_parts)", "part * least + tl.minimum(part + 1, items % num_parts)",
         f"{BY_ONE_SIDE}test_more_parts_than_tiles_and_uneven_ones", "3 and 64", "FAIL A peer rule of d",
     ),
     Mutant(

@@ -231,6 +231,16 @@ def key_ranges(
 
 
 @jit
+def part_of(items, part, num_parts):
+    """Returns where one of `num_parts` parts of the items begins and ends; the first parts have one item more if the
+    parts are uneven. `items * part` could overflow in 32 bits, and a division in 64 bits is a call of some hundred
+    instructions."""
+    least = items // num_parts
+    begin = part * least + tl.minimum(part, items % num_parts)
+    return begin, begin + least + (part < items % num_parts).to(tl.int32)
+
+
+@jit
 def steps_of(first, whole_begin, whole_end, end, CHECK: tl.constexpr, TWO_LOOPS: tl.constexpr):
     """Returns where a loop over tiles begins and ends.
 

@@ -32,7 +32,7 @@ from warpwave.kernels.rules import (
     Rule,
     by_width,
 )
-from warpwave.problem import AttentionProblem, by_kind
+from warpwave.problem import AttentionProblem, Causal, by_kind
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
@@ -126,10 +126,15 @@ class Call:
         return smem_of_joint(self.problem, self.gpu, Tile(rows, keys, 4, 1)) <= self.gpu.smem_per_block_bytes
 
     def may_walk(self, walked: str) -> bool:
-        """Returns whether the joint launch may walk the keys, or the queries, on Hopper in 16 bits: more than 128, so
-        that no tile holds them."""
-        others = self.problem.seqlen_k if walked == "keys" else self.problem.seqlen_q
-        return self.is_hopper and self.is_16_bit and others > 128 and may_walk(self.problem, walked)
+        """Returns whether the joint launch may walk the keys, or the queries, on Hopper in 16 bits. There must be more
+        than 128, so that no tile holds them, head sizes in multiples of 8, as were timed, and no band that hides many
+        of them, because the launch walks all: beside few queries a causal mask up to the last key."""
+        problem = self.problem
+        others = problem.seqlen_k if walked == "keys" else problem.seqlen_q
+        of_last_keys = walked == "keys" and problem.causal == Causal("bottom_right") and problem.window_size == (-1, -1)
+        shows_most = not problem.has_band or of_last_keys
+        is_even = problem.head_dim % 8 == 0 and problem.head_dim_v % 8 == 0
+        return self.is_hopper and is_even and others > 128 and shows_most and may_walk(problem, walked)
 
     def fits_on_hopper(self) -> bool:
         """Returns whether the joint launch fits, and computes all gradients faster than several launches do."""

@@ -50,6 +50,9 @@ class Config:
     joint: bool = False
     splits: int = 1
 
+    def __post_init__(self) -> None:
+        rules.check_sizes(self, {}, ("splits",))
+
 
 def adds_up(problem: AttentionProblem) -> bool:
     """Returns whether one block of a joint launch can add up every gradient: not of a bias beside grouped heads, whose
@@ -67,10 +70,12 @@ def walked_of(problem: AttentionProblem, config: Config) -> str:
 
 def may_walk(problem: AttentionProblem, walked: str) -> bool:
     """Returns whether blocks of a joint launch can walk keys, or queries: not of packed sequences, beside a bias, ALiBi
-    or sinks, whose gradients are sums over what several blocks walk, and not the keys of grouped heads."""
+    or sinks, whose gradients are sums over what several blocks walk, not the keys of grouped heads, and not in float32,
+    where a block must compute the statistics of its rows from its own products."""
     has_sums = problem.bias_shape is not None or problem.alibi_shape is not None or problem.has_sinks
     is_grouped = problem.num_heads_q > problem.num_heads_kv
-    return not (problem.packed or has_sums or (walked == "keys" and is_grouped))
+    is_float32 = problem.dtype == "float32"
+    return not (problem.packed or has_sums or is_float32 or (walked == "keys" and is_grouped))
 
 
 def check(problem: AttentionProblem, config: Config) -> None:
@@ -86,9 +91,9 @@ def check(problem: AttentionProblem, config: Config) -> None:
     walked = walked_of(problem, config)
     if walked and not may_walk(problem, walked):
         raise ValueError(
-            f"config has a joint launch that walks {walked}, which takes no packed sequences, bias, ALiBi or sinks, and"
-            f" walks no keys of grouped heads; its tile of {tile.block_m} x {tile.block_n} must hold all queries and"
-            f" keys of a sequence, {problem.seqlen_q} x {problem.seqlen_k}"
+            f"config has a joint launch that walks {walked}, which takes no packed sequences, bias, ALiBi, sinks or "
+            f"float32, and walks no keys of grouped heads; its tile of {tile.block_m} x {tile.block_n} must hold all "
+            f"queries and keys of a sequence, {problem.seqlen_q} x {problem.seqlen_k}"
         )
     if not adds_up(problem):
         raise ValueError("config has a joint launch, which takes no bias beside grouped heads; joint must be False")
@@ -175,8 +180,11 @@ def smem_of_one_side(problem: AttentionProblem, gpu: Gpu, tile: Tile, walked: st
     if walked == "queries":
         held, of_step = of_step, held + tile.block_m * widths[1]
     changing = 2 * size * score
+    widest = max(map(max, column_widths(problem, gpu, tile.block_n)))
     if tile.block_m < WGMMA_ROWS <= tile.block_n and max(widths) > 128:  # dQ is by mma, other products are by wgmma
-        changing = max(changing, size * tile.block_n * max(map(max, column_widths(problem, gpu, tile.block_n))))
+        changing = max(changing, size * tile.block_n * widest)
+    if tile.block_n < WGMMA_ROWS <= tile.block_m:  # dQ is by wgmma, other products are by mma
+        changing = max(changing, size * tile.block_m * widest)
     if problem.mask_shape is not None:
         changing += size * max(tile.block_m, tile.block_n) * max(widths) + tile.num_stages * score
     return size * (held + tile.num_stages * of_step) + changing + 2 * 1024

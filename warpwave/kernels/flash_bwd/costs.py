@@ -121,12 +121,15 @@ def _one_side(problem: AttentionProblem, gpu: Gpu, config: Config, walked: str) 
     tile, splits, size = config.dq, config.splits, DTYPE_BYTES[problem.dtype]
     widths = total_widths(problem, gpu, tile.block_n)
     walk = of_keys(problem, tile.block_m, tile.block_n, widths)
+    tiles = -(-problem.seqlen_q // tile.block_m) * -(-problem.seqlen_k // tile.block_n)
+    steps = tiles * problem.batch * problem.num_heads_q  # also of tiles that a band hides
+    scores = steps * tile.block_m * tile.block_n
     rows, keys = problem.rows * problem.num_heads_q, keys_of(problem)
     width, width_v = problem.head_dim + problem.head_dim_v, problem.head_dim_v
     sides = (rows * (width + width_v), rows * problem.head_dim), (keys * width, keys * width)
     (held, held_gradients), (others, gradients) = sides if walked == "keys" else sides[::-1]
     parts = 4 * splits * held_gradients if splits > 1 else 0
-    cells = walk.steps * tile.block_m * tile.block_n * bytes_per_score(problem)
+    cells = scores * bytes_per_score(problem)
     written = size * gradients + (parts or size * held_gradients)
     blocks = splits * problem.batch * problem.num_heads_kv
     smem = smem_of_one_side(problem, gpu, tile, walked)
@@ -136,7 +139,9 @@ def _one_side(problem: AttentionProblem, gpu: Gpu, config: Config, walked: str) 
         items=blocks,
         longest=0,
         order=(),
-        flops=walk.flops + 2 * walk.steps * tile.block_m * tile.block_n * widths[0],
+        steps=steps,
+        flops=2 * scores * (3 * widths[0] + 2 * widths[1]),
+        exponentials=scores,
         read_bytes=size * (splits * held + others) + 8 * rows + cells,
         write_bytes=written,
         scratch_bytes=parts,

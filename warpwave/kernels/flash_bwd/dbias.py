@@ -18,6 +18,7 @@ from warpwave.kernels.primitives import (
     in_elements,
     key_ranges,
     keys_of_groups,
+    part_of,
     rounded,
     rules_of_head,
 )
@@ -109,9 +110,7 @@ def flash_bwd_dbias_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
-    items = tl.cast((batch_end - batch_begin) * (head_end - head_begin), tl.int64)
-    item_begin = (items * part // num_parts).to(tl.int32)
-    item_end = (items * (part + 1) // num_parts).to(tl.int32)
+    item_begin, item_end = part_of((batch_end - batch_begin) * (head_end - head_begin), part, num_parts)
     for item in range(item_begin, item_end):
         batch = (batch_begin + item // (head_end - head_begin)).to(tl.int64)
         head = (head_begin + item % (head_end - head_begin)).to(tl.int64)

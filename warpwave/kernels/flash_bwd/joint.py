@@ -40,6 +40,7 @@ from warpwave.kernels.primitives import (
     keys_of_groups,
     operand,
     packed_sequence,
+    part_of,
     rules_of_head,
     softmax_step,
     transposed,
@@ -117,9 +118,7 @@ def flash_bwd_joint_kernel(
     owner = tl.program_id(0) % (owner_batch * owner_heads)
     part = tl.program_id(0) // (owner_batch * owner_heads)
     heads = num_heads_q // owner_heads
-    items = tl.cast(batch_size // owner_batch * heads, tl.int64)
-    item_begin = (items * part // num_parts).to(tl.int32)
-    item_end = (items * (part + 1) // num_parts).to(tl.int32)
+    item_begin, item_end = part_of(batch_size // owner_batch * heads, part, num_parts)
     first_batch = owner // owner_heads * (batch_size // owner_batch)
     first_head = owner % owner_heads * heads
 

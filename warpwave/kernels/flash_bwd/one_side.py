@@ -6,8 +6,9 @@ them, and blocks walk the others.
 A block holds the queries of a head and walks a part of its keys, or holds the keys of a kv head and walks a part of the
 queries of its group. Each tile that is walked belongs to one block, which writes its gradients at once. The gradients
 of what is held add up in registers; if several blocks hold the same tile, their parts in float32 are added after the
-launch (parts.py). That is five products, where separate owners of queries and keys take seven, and every operand is
+launch (parts.py). That is five products, where separate owners of queries and keys take seven, and what is walked is
 read once. Scores are transposed, [BLOCK_N, BLOCK_M], so P^T and dS^T enter the products of dV and dK from registers.
+Tiles that a band hides are walked too, because their gradients are zeros that a block must write.
 
 Bound: memory bandwidth.
 """
@@ -44,6 +45,7 @@ from warpwave.kernels.primitives import (
     key_ranges,
     keys_of_groups,
     operand,
+    part_of,
     rules_of_head,
     transposed,
 )
@@ -136,9 +138,7 @@ def flash_bwd_one_side_kernel(
         0, seqlen_k - 1, seqlen_q, -high, -low, BLOCK_M, window.HAS_HIGH, window.HAS_LOW
     )
     num_tiles = tl.cdiv(seqlen_k, BLOCK_N) if WALKS_KEYS else tl.cdiv(seqlen_q, BLOCK_M)
-    items = tl.cast(num_tiles * group_size, tl.int64)
-    item_begin = (items * split // num_splits).to(tl.int32)
-    item_end = (items * (split + 1) // num_splits).to(tl.int32)
+    item_begin, item_end = part_of(num_tiles * group_size, split, num_splits)
 
     CHECK_D: tl.constexpr = HEAD_DIM < BLOCK_D + REST_D
     CHECK_DV: tl.constexpr = HEAD_DIM_V < BLOCK_DV + REST_DV

@@ -16,7 +16,7 @@ def flash_bwd_add_parts_kernel(
         parts_ptr, other_parts_ptr: float32 (num_splits, size), contiguous; the second may be None.
         sum_ptr, other_sum_ptr: the gradients, contiguous.
     """
-    blocks = tl.cdiv(size, BLOCK)
+    blocks = tl.cdiv(tl.cast(size, tl.int64), BLOCK)  # in 32 bits, a size near 2^31 would overflow
     block = tl.program_id(0)
     if other_parts_ptr is None:
         _add(parts_ptr, sum_ptr, num_splits, size, block, BLOCK)

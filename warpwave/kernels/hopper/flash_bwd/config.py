@@ -243,7 +243,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     Times of this kernel over those of that launch on an H200, in 40 calls (2026-11-29-h200-joint-gradients.json): 3 to
     18 with up to 16 queries and keys, 2.6 to 6.3 with up to 32, 1.1 to 5 with up to 64, least at head_dim 256, 1.1 to
     2.4 with 16 to 64 queries on 77 to 128 keys, 1.3 with 128 x 128 and padding. Without a mask, 128 x 128 is 0.85 to
-    1.6. In float32 1.9 to 2.6 with 64 tokens, in three calls (2026-11-29-h200-float32-masks.json).
+    1.6. In float32 1.9 to 2.6 with 64 tokens, in three calls (2026-11-29-h200-float32-masks.json). If the tile holds
+    one side, the rows of its table have the times.
 
     A block of that launch walks all query heads of its kv head. With 8 and 16 of them and 256 blocks or more it is 1.1
     to 5.3 times as fast; 0.6 is predicted for one sequence of 64 with 64 query heads on one kv head.
