@@ -53,6 +53,11 @@ class Config:
     def __post_init__(self) -> None:
         rules.check_sizes(self, {}, ("splits",))
 
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """The names of fields that no launch of this config reads."""
+        return ("dkv", "split_dkv") if self.joint else ("splits",)
+
 
 def adds_up(problem: AttentionProblem) -> bool:
     """Returns whether one block of a joint launch can add up every gradient: not of a bias beside grouped heads, whose

@@ -227,9 +227,11 @@ def is_backward(said: Pass) -> bool:
 
 
 def config_words(config: Any) -> str:
-    """Returns a config in words, with the tiles of several launches in brackets."""
-    found = []
+    """Returns a config in words, with the tiles of several launches in brackets, without fields that have no effect."""
+    found, left_out = [], getattr(config, "without_effect", ())
     for name, value in dataclasses.asdict(config).items():
+        if name in left_out:
+            continue
         if isinstance(value, dict):
             value = f"({', '.join(f'{key}={each}' for key, each in value.items())})"
         found.append(f"{name}={value}")
