@@ -47,7 +47,9 @@ def inputs(seqlen: int = 2048) -> list[torch.Tensor]:
         (64, (65, 64), {}, "flash_bwd"),
         (64, (128, 64), {}, "flash_bwd"),
         (64, (65, 65), {}, "hopper/flash_bwd"),
-        (64, (129, 16), {}, "hopper/flash_bwd"),
+        (64, (129, 65), {}, "hopper/flash_bwd"),
+        (64, (129, 16), {}, "flash_bwd"),  # a tile holds all keys
+        (64, (16, 129), {}, "flash_bwd"),  # a tile holds all queries
         (256, (128, 16), {}, "hopper/flash_bwd"),
         (64, (128, 128), {"mask_shape": (512, 1, 1, 128)}, "flash_bwd"),
         (72, (65, 64), {"mask_shape": (512, 1, 1, 64)}, "hopper/flash_bwd"),
@@ -63,7 +65,7 @@ def inputs(seqlen: int = 2048) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_sequences_in_one_tile_are_left_to_flash_bwd(
+def test_calls_of_joint_launches_are_left_to_flash_bwd(
     head_dim: int, lengths: tuple[int, int], change: dict[str, Any], kernel: str
 ) -> None:
     problem = AttentionProblem(
