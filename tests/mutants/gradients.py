@@ -38,7 +38,7 @@ BACKWARD = [
         f"{BY_GATES}test_tiles", "128 and False", "FAIL B1 maximum of dk",
     ),
     Mutant(
-        "gradients: delta of the second tile of columns alone", DQ,
+        "gradients: delta of the second tile of columns alone", BACKWARD_TILES,
         "delta += tl.sum(tl.where(out[i]", "delta = tl.sum(tl.where(out[i]",
         f"{BY_GATES}test_head_sizes", "80", "FAIL",
     ),
