@@ -11,6 +11,7 @@ Groups of rows; heads * head_dim = 2048 unless stated otherwise:
     features  backward with packed documents, a window, a softcap, a mask, a bias, and in float32
     biases    backward with a bias for each score of a head, without and with its gradient
     models    backward of calls of published models as they are trained, replayed from CUDA graphs
+    few       backward of few queries on many keys, or many queries on few keys, replayed from CUDA graphs
     steps     forward and backward of grouped heads; the host's time of a small step; peak memory
 
 Everything goes through the public calls and torch.autograd. Rounds are interleaved; a ratio is the median over rounds

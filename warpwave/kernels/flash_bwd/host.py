@@ -41,6 +41,7 @@ NAME = "flash_bwd"
 NEEDS_GPU = True
 GRADIENTS = DIFFERENTIABLE
 MAX_HEAD_DIM = 256
+PARTS_OF = ("dq_parts", "dk_parts", "dv_parts")
 MAX_LAYOUTS = 16  # layouts of out and dout for which a bound call keeps its launches
 
 Gradients = tuple[torch.Tensor | None, ...]  # of q, k, v, bias, alibi_slopes, sinks
@@ -141,10 +142,10 @@ def _allocator(
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
     needs: dict[str, scratch.Need] = {}
-    shared = {"keys": (0,), "queries": (1, 2), "": ()}[walked_of(problem, config)] if config.splits > 1 else ()
-    for i in shared:
-        if wanted[i]:
-            needs[("dq_parts", "dk_parts", "dv_parts")[i]] = ((config.splits, *operands[i].shape), torch.float32)
+    walked = walked_of(problem, config) if config.splits > 1 else ""
+    for name, side, t, want in zip(PARTS_OF, ("keys", "queries", "queries"), operands[:3], wanted, strict=False):
+        if want and side == walked:
+            needs[name] = ((config.splits, *t.shape), torch.float32)
     if not config.joint:
         needs["statistics"] = ((*rows[:-1], problem.num_heads_q, rows[-1]), torch.int64)
     for name, want in zip(("of_slopes", "of_sinks"), wanted[4:], strict=True):
