@@ -286,7 +286,7 @@ def _with_gradients(of: Calibration, shipped: Calibration) -> Calibration:
 def gradient_records(card: str, part: str) -> list[Path]:
     """Returns the records of a card's gradients: `"fit"` or `"judge"`. Each is a grid and tables, of which
     one has the joint launch of hopper/flash_bwd as it is now; the last one to fit also has forwards."""
-    fit = ("heads-of-a-tile", "portable", "joint-gradients", "one-side-gradients", "float32-masks")
+    fit = ("heads-of-a-tile", "portable", "joint-gradients", "few-gradients", "float32-masks")
     names = {"fit": fit, "judge": ("gradients-beside-peers",)}[part]
     tables = [path for name in names for path in sorted(RECORDS.glob(f"*-{card}-{name}.json"))]
     return [*sorted(RECORDS.glob(f"*-{card}-backward-grid-{part}*.jsonl")), *tables]

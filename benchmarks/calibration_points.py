@@ -80,7 +80,7 @@ def points(path: Path) -> list[Point]:
     """Returns our measurements in a file of any of the formats."""
     if "joint-gradients" in path.name:
         return list(_of_joint_launch(json.loads(path.read_text(encoding="utf-8"))["short sequences"]))
-    if "one-side-gradients" in path.name:
+    if "few-gradients" in path.name:
         return list(_of_one_side(json.loads(path.read_text(encoding="utf-8"))["few"]))
     if "float32-masks" in path.name:
         return list(_of_float32_tiles(json.loads(path.read_text(encoding="utf-8"))))
@@ -208,10 +208,11 @@ def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
 
 def _of_one_side(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
     """Reads the joint launch of flash_bwd that walks keys or queries, of calls that take it."""
+    rows = {row.name: row for row in gradients.few()}
     for m in lines:
-        problem = _of_row(gradients.Row(**m["row"]))
+        problem = _of_row(rows[m["case"]])
         config = flash_bwd.default(problem, _H200)
-        if config is not None and flash_bwd.walked_of(problem, config):
+        if problem.mask_shape is None and config is not None and flash_bwd.walked_of(problem, config):
             yield Point(flash_bwd, config, problem, 1e3 * median(m["ms"]["warpwave"]), True, m["case"], True)
 
 

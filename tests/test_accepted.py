@@ -72,6 +72,29 @@ def test_a_batch_may_be_broadcast(shared: str, kernel: str) -> None:
     torch.testing.assert_close(mine, by_torch(q, k, v, is_causal=True))
 
 
+@pytest.mark.parametrize("seqlens", [(9, 12), (1, 12), (9, 1)], ids=str)
+def test_padding_may_be_expanded(seqlens: tuple[int, int]) -> None:
+    """As transformers expands it: the kernels read it as one row of keys, or as one column of queries."""
+    seqlen_q, seqlen_k = seqlens
+    q, k, v = (t[:, :n] for t, n in zip(qkv(), (seqlen_q, seqlen_k, seqlen_k), strict=True))
+    for small in ((2, 1, 1, seqlen_k), (2, 1, seqlen_q, 1), (1, 4, 1, 1)):
+        mask = torch.rand(small) < 0.7
+        expanded = mask.expand(2, 4, seqlen_q, seqlen_k)
+        problem = warpwave.explain(q, k, v, mask=expanded).problem
+        assert problem.mask_shape == small
+        mine = warpwave.attention(q, k, v, mask=expanded)
+        assert torch.equal(mine, warpwave.attention(q, k, v, mask=expanded.contiguous()))
+
+
+def test_an_expanded_mask_of_another_shape_is_refused() -> None:
+    q, k, v = qkv()
+    for shape in ((2, 4, 8, 12), (3, 4, 9, 12), (2, 3, 9, 12)):
+        with pytest.raises(warpwave.InvalidInput, match="mask"):
+            warpwave.attention(q, k, v, mask=torch.ones(1, 1, 1, 12, dtype=torch.bool).expand(shape))
+    with pytest.raises(warpwave.InvalidInput, match="mask"):
+        warpwave.attention(q, k, v, mask=torch.ones(1, dtype=torch.bool).expand(9, 12))
+
+
 def test_float64_is_computed_in_float64() -> None:
     q, k, v = qkv(torch.float64)
     out, lse = warpwave.attention(q, k, v, return_lse=True)

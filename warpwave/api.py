@@ -36,6 +36,7 @@ from warpwave.options import (
     options_of,
     spell_scalars,
     spell_switches,
+    unexpanded,
     with_positive_scale,
 )
 from warpwave.problem import AttentionProblem, Causal
@@ -164,6 +165,8 @@ def attention(
         window_size, softcap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
         dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
         q, softmax_scale = with_positive_scale(q, softmax_scale)
+    if mask is not None:
+        mask = unexpanded(mask, q, k)
     if sinks is not None:
         sinks = as_logits(sinks, q)
     operands: Any = _new(Operands, (q, k, v, mask, bias, alibi_slopes, sinks, None, None))

@@ -194,6 +194,19 @@ def as_logits(sinks: Any, q: Any) -> Any:
     return sinks.float() if is_any or sinks.dtype == q.dtype else sinks
 
 
+def unexpanded(mask: Any, q: Any, k: Any) -> Any:
+    """Returns a mask with size 1 along the axes that `expand` repeats; anything else unchanged, for the checks to
+    refuse. Kernels choose by shapes how they read a mask, and transformers expands padding along queries."""
+    if not (isinstance(mask, torch.Tensor) and mask.dim() == 4 == getattr(q, "ndim", 0) == getattr(k, "ndim", 0)):
+        return mask
+    strides = mask.stride()
+    if 0 in strides:
+        for axis, size in enumerate((q.shape[0], q.shape[2], q.shape[1], k.shape[1])):
+            if strides[axis] == 0 and 1 < mask.shape[axis] == size:
+                mask = mask.narrow(axis, 0, 1)
+    return mask
+
+
 def spell_precision(precision: Any) -> str:
     """Returns the caller's `precision`, checked, in the form of `Options` and the operators' schema: a budget is the
     shortest text that parses to the same number.

@@ -185,6 +185,11 @@ BACKWARD = [
         f"{BY_ONE_SIDE}test_features", "softcap and 16x128", "FAIL A peer rule of d",
     ),
     Mutant(
+        "gradients: every query reads the first one's mask", BACKWARD_TILES,
+        "if rules.MASK_PER_QUERY:", "if rules.MASK_PER_QUERY and False:",
+        f"{BY_ONE_SIDE}test_rows_that_see_nothing", "mask", "bits(",
+    ),
+    Mutant(
         "gradients of one side: the last part is not added", "kernels/flash_bwd/parts.py",
         "for split in range(num_splits):", "for split in range(num_splits - 1):",
         f"{BY_ONE_SIDE}test_features", "softcap and 2", "FAIL A peer rule of d",

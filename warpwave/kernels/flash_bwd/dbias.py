@@ -153,11 +153,12 @@ def flash_bwd_dbias_kernel(
                     v_pointers, tile_offset * v_tensor.stride_m, keys, dims_v, key_begin, key_end, HEAD_DIM_V, CHECK_DV
                 )  # of [BLOCK_N, BLOCK_DV]
                 raw = row_products(q, operands(k, PRECISION, IS_NVIDIA), PRECISION)  # [BLOCK_M, BLOCK_N]
-                inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
-                readable = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
+                row_inside = (rows < seqlen_q)[:, None]
+                inside = row_inside & (keys < key_end)[None, :]
+                readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, _derivative = score_tile(
-                    raw, rows[:, None], keys[None, :], inside, readable, True, low, high, seqlen_k - seqlen_q,
-                    mask_ptr, bias_ptr, slope_log2, rules, window,
+                    raw, rows[:, None], keys[None, :], inside, row_inside, readable_keys, True, low, high,
+                    seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)
                 dp = row_products(dout, operands(v, PRECISION, IS_NVIDIA), PRECISION)  # [BLOCK_M, BLOCK_N]

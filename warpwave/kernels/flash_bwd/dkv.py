@@ -187,11 +187,12 @@ def flash_bwd_dkv_kernel(
                     )  # [BLOCK_M], each
                     q_parts = operands(q, PRECISION, IS_NVIDIA)
                     raw = row_products(k, q_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
-                    inside = (keys < seqlen_k)[:, None] & (rows < row_end)[None, :]
-                    readable = (keys_of_groups(keys, PAIR_GROUP) < seqlen_k)[:, None] & (rows < row_end)[None, :]
+                    row_inside = (rows < row_end)[None, :]
+                    inside = (keys < seqlen_k)[:, None] & row_inside
+                    readable_keys = (keys_of_groups(keys, PAIR_GROUP) < seqlen_k)[:, None]
                     scores, scale, derivative = score_tile(
-                        raw, rows[None, :], keys[:, None], inside, readable, at_edge, low, high, seqlen_k - seqlen_q,
-                        mask_ptr, bias_ptr, slope_log2, rules, window,
+                        raw, rows[None, :], keys[:, None], inside, row_inside, readable_keys, at_edge, low, high,
+                        seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
                     )  # fmt: skip
                     p = probabilities(scores, scale, lse_log2[None, :], rules.HAS_MASK or rules.HAS_BIAS)
                     if WALK == 2:

@@ -229,11 +229,12 @@ def flash_bwd_dq_kernel(
                 k_parts = operands(k, PRECISION, IS_NVIDIA)
                 v_parts = operands(v, PRECISION, IS_NVIDIA)
                 raw = row_products(q, k_parts, PRECISION)  # [BLOCK_M, BLOCK_N]
-                inside = (rows < seqlen_q)[:, None] & (keys < key_end)[None, :]
-                readable = (rows < seqlen_q)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
+                row_inside = (rows < seqlen_q)[:, None]
+                inside = row_inside & (keys < key_end)[None, :]
+                readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, derivative = score_tile(
-                    raw, rows[:, None], keys[None, :], inside, readable, at_edge, low, high, seqlen_k - seqlen_q,
-                    mask_ptr, bias_ptr, slope_log2, rules, window,
+                    raw, rows[:, None], keys[None, :], inside, row_inside, readable_keys, at_edge, low, high,
+                    seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
                 )  # fmt: skip
                 dp = row_products(dout, v_parts, PRECISION)  # [BLOCK_M, BLOCK_N]
                 if dropout.HAS_DROPOUT:

@@ -200,10 +200,11 @@ def flash_bwd_joint_kernel(
         q_parts = operands(q, PRECISION, IS_NVIDIA)
         k_parts = operands(k, PRECISION, IS_NVIDIA)
         raw = row_products(q_parts, k_parts, PRECISION)  # [BLOCK_M, BLOCK_N]
-        inside = (rows < row_end)[:, None] & (keys < key_end)[None, :]
-        readable = (rows < row_end)[:, None] & (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
+        row_inside = (rows < row_end)[:, None]
+        inside = row_inside & (keys < key_end)[None, :]
+        readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
         scores, scale, derivative = score_tile(
-            raw, rows[:, None], keys[None, :], inside, readable, True, low, high, seqlen_k - seqlen_q,
+            raw, rows[:, None], keys[None, :], inside, row_inside, readable_keys, True, low, high, seqlen_k - seqlen_q,
             mask_ptr, bias_ptr, slope_log2, rules, window,
         )  # fmt: skip
         nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -235,11 +235,12 @@ def flash_bwd_one_side_kernel(
             q_parts = operands(q, PRECISION, IS_NVIDIA)
             dout_parts = operands(dout, PRECISION, IS_NVIDIA)
             raw = row_products(k_parts, q_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
-            inside = (keys < key_end)[:, None] & (rows < row_end)[None, :]
-            readable = (keys_of_groups(keys, PAIR_GROUP) < key_end)[:, None] & (rows < row_end)[None, :]
+            row_inside = (rows < row_end)[None, :]
+            inside = (keys < key_end)[:, None] & row_inside
+            readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[:, None]
             scores, scale, derivative = score_tile(
-                raw, rows[None, :], keys[:, None], inside, readable, at_edge, low, high, seqlen_k - seqlen_q, mask_ptr,
-                bias_ptr, slope_log2, rules, window,
+                raw, rows[None, :], keys[:, None], inside, row_inside, readable_keys, at_edge, low, high,
+                seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
             )  # fmt: skip
             p = probabilities(scores, scale, lse_log2[None, :], MAY_HIDE)
             if WALK == 2:

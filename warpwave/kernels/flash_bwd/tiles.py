@@ -78,7 +78,8 @@ def score_tile(
     rows,
     keys,
     inside,
-    readable,
+    row_inside,
+    readable_keys,
     at_edge,
     low,
     high,
@@ -94,8 +95,8 @@ def score_tile(
     Args:
         raw: q . k, float32.
         rows, keys: positions in the sequence, broadcast to the shape of `raw`.
-        inside: pairs that exist, and whose row and key are in the range that the walk covers.
-        readable: pairs whose mask and bias may be read: whole groups of keys (`arguments.pair_group`).
+        inside, row_inside: pairs, and rows, that exist and are in the range that the walk covers.
+        readable_keys: keys whose mask and bias may be read: whole groups (`arguments.pair_group`).
         at_edge: whether the band or the end of the sequence hides a pair of the tile.
         key_offset: seqlen_k - seqlen_q, the origin of ALiBi's distance.
         low, high: the band, `low <= key - row <= high`.
@@ -120,7 +121,7 @@ def score_tile(
         scale = 1.0
     if rules.HAS_BIAS:
         offsets = rows.to(tl.int64) * rules.bias.stride_m + keys.to(tl.int64) * rules.bias.stride_n
-        bias = tl.load(bias_ptr + offsets, mask=readable, other=float("-inf")).to(tl.float32)
+        bias = tl.load(bias_ptr + offsets, mask=row_inside & readable_keys, other=float("-inf")).to(tl.float32)
         scores = add_bias(scores, bias)
     if rules.HAS_ALIBI:
         scores -= slope_log2 * tl.abs(rows + key_offset - keys).to(tl.float32)
@@ -134,8 +135,12 @@ def score_tile(
         scores = tl.where(visible, scores * scale, float("-inf"))
         scale = 1.0
     if rules.HAS_MASK:
-        offsets = rows.to(tl.int64) * rules.mask.stride_m + keys.to(tl.int64) * rules.mask.stride_n
-        shown = tl.load(mask_ptr + offsets, mask=readable, other=0)
+        offsets = keys.to(tl.int64) * rules.mask.stride_n
+        if rules.MASK_PER_QUERY:
+            offsets = offsets + rows.to(tl.int64) * rules.mask.stride_m
+            shown = tl.load(mask_ptr + offsets, mask=row_inside & readable_keys, other=0)
+        else:  # padding is one row, which broadcasts over the tile: one load a key
+            shown = tl.load(mask_ptr + offsets, mask=readable_keys, other=0)
         scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, scale, derivative
 

@@ -18,7 +18,15 @@ from warpwave.kernels import descales
 from warpwave.kernels.cost import Cost
 from warpwave.kernels.three_kernel import backward_memory
 from warpwave.operands import AnyOperands, Operands, QuantizedOperands, is_part
-from warpwave.options import as_bool, as_logits, options_of, spell_scalars, spell_switches, with_positive_scale
+from warpwave.options import (
+    as_bool,
+    as_logits,
+    options_of,
+    spell_scalars,
+    spell_switches,
+    unexpanded,
+    with_positive_scale,
+)
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, Band, Causal
 from warpwave.workbench.explain import accuracy
 from warpwave.workbench.explain.accuracy import Accuracy
@@ -243,7 +251,7 @@ def explain(
         window_size, cap, softmax_scale, return_lse = spell_scalars(window_size, softcap, softmax_scale, return_lse)
         dropout_p, deterministic = spell_switches(dropout_p, deterministic, dropout_seed)
         tensor, softmax_scale = with_positive_scale(q, softmax_scale)
-        sinks = as_logits(sinks, q)
+        sinks, mask = as_logits(sinks, q), unexpanded(mask, q, k)
         operands = Operands(tensor, k, v, mask, bias, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k)
         if out_dtype is not None or any(t is not None for t in factors):
             operands = QuantizedOperands(*operands, *factors)
@@ -526,12 +534,13 @@ def _layout(operands: AnyOperands, kernel: Any) -> tuple[tuple[str, ...], int]:
             notes.append(
                 f"The {name} is not contiguous along the keys, so every call copies it. Pass {name}.contiguous()"
             )
-        strides = () if tensor is None else zip(SCORES.split(), tensor.shape, tensor.stride(), strict=True)
-        if expanded := [axis for axis, size, stride in strides if size > 1 and stride == 0]:
-            notes.append(
-                f"The {name} is expanded along {' and '.join(expanded)}. Pass it with size 1 there: the bounds above "
-                "count each copy as memory"
-            )
+    bias = operands.bias
+    strides = () if bias is None else zip(SCORES.split(), bias.shape, bias.stride(), strict=True)
+    if expanded := [axis for axis, size, stride in strides if size > 1 and stride == 0]:
+        notes.append(
+            f"The bias is expanded along {' and '.join(expanded)}. Pass it with size 1 there: the bounds above count "
+            "each copy as memory"
+        )
     return tuple(notes), copied
 
 
