@@ -212,7 +212,7 @@ def _of_one_side(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
     for m in lines:
         problem = _of_row(rows[m["case"]])
         config = flash_bwd.default(problem, _H200)
-        if problem.mask_shape is None and config is not None and flash_bwd.walked_of(problem, config):
+        if config is not None and flash_bwd.walked_of(problem, config):
             yield Point(flash_bwd, config, problem, 1e3 * median(m["ms"]["warpwave"]), True, m["case"], True)
 
 

@@ -3,6 +3,7 @@ sinks in the dtype of q."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -86,13 +87,24 @@ def test_padding_may_be_expanded(seqlens: tuple[int, int]) -> None:
         assert torch.equal(mine, warpwave.attention(q, k, v, mask=expanded.contiguous()))
 
 
-def test_an_expanded_mask_of_another_shape_is_refused() -> None:
+def test_an_expanded_mask_of_another_shape_is_refused_by_its_shape() -> None:
     q, k, v = qkv()
-    for shape in ((2, 4, 8, 12), (3, 4, 9, 12), (2, 3, 9, 12)):
-        with pytest.raises(warpwave.InvalidInput, match="mask"):
-            warpwave.attention(q, k, v, mask=torch.ones(1, 1, 1, 12, dtype=torch.bool).expand(shape))
-    with pytest.raises(warpwave.InvalidInput, match="mask"):
-        warpwave.attention(q, k, v, mask=torch.ones(1, dtype=torch.bool).expand(9, 12))
+    for shape in ((2, 4, 8, 12), (3, 4, 9, 12), (2, 3, 9, 12), (2, 4, 9, 13), (9, 12)):
+        mask = torch.ones(1, dtype=torch.bool).expand(shape)
+        with pytest.raises(warpwave.InvalidInput, match=f"mask has shape {re.escape(str(shape))}"):
+            warpwave.attention(q, k, v, mask=mask)
+
+
+def test_masks_of_other_layouts_are_refused_by_name() -> None:
+    q, k, v = qkv()
+    mask = torch.ones(2, 1, 9, 12, dtype=torch.bool)
+    nested = torch.nested.nested_tensor([torch.ones(4, 9, 12), torch.ones(4, 5, 12)]).bool()
+    for other, name in ((mask.to_sparse(), "sparse"), (nested, "nested"), (mask.float().to_mkldnn(), "mkldnn")):
+        with pytest.raises(warpwave.InvalidType, match=f"mask is a .*{name}"):
+            warpwave.attention(q, k, v, mask=other)
+    nested_q = torch.nested.nested_tensor([torch.ones(9, 4, 16), torch.ones(5, 4, 16)])
+    with pytest.raises(warpwave.InvalidType, match="q is a nested"):
+        warpwave.attention(nested_q, k, v, mask=mask[:, :, :1].expand(2, 1, 9, 12))
 
 
 def test_float64_is_computed_in_float64() -> None:

@@ -155,7 +155,7 @@ def test_tables_of_gradients_are_read_whole() -> None:
     portable = {"flash_bwd"}
     of_hopper = {"hopper/flash_bwd"}
     assert kernels == [of_hopper, portable, portable, portable, portable | {"flash_fwd"}, of_hopper]
-    assert [len(points) for points in tables] == [42, 21, 36, 25, 82, 37], "without times of the former joint launch"
+    assert [len(points) for points in tables] == [42, 21, 36, 43, 82, 37], "without times of the former joint launch"
     assert all(p.config.joint for p in (*tables[2], *tables[3]))
     assert all(p.graph and p.hot for points in tables for p in points), "calls back to back"
     assert all(p.problem.return_lse == (p.kernel.NAME != "flash_fwd") for points in tables for p in points)
@@ -175,7 +175,8 @@ def test_constants_of_gradients_are_few_and_their_errors_are_known() -> None:
         known: Residuals = c.residuals[name]
         assert known.points >= 12 and known.median <= 0.10 and known.within_20 >= least
     assert c.residuals["all gradients"].points >= 45
-    assert c.uncalibrated_gradients is not None and c.uncalibrated_gradients.factor_90 < 2
+    # 2.0 without the launch of one side under a mask, which only Hopper takes.
+    assert c.uncalibrated_gradients is not None and c.uncalibrated_gradients.factor_90 < 2.2
 
 
 def test_the_error_bar_of_cards_without_a_calibration_is_that_of_round_constants(capsys: Any) -> None:

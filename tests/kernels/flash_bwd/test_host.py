@@ -46,11 +46,14 @@ def test_every_gpu_has_a_default_that_fits(arch: str, dtype: str, head_dim: int)
 def test_defaults_of_short_sequences_fit(arch: str, masked: bool) -> None:
     """128 queries on 16 keys at head_dim 256 took 272 KiB on Hopper, and 200 on 16 at 128 took 148 KiB of 99."""
     gpu = Gpu.for_arch(arch)
-    for head_dim in (32, 64, 128, 256):
-        for lengths in [(16, 16), (64, 64), (16, 128), (128, 16), (64, 128), (16, 200), (200, 16), (500, 16)]:
+    for head_dim in (32, 40, 64, 80, 96, 128, 192, 256):
+        for lengths in [
+            *((16, 16), (64, 64), (16, 128), (128, 16), (64, 128), (16, 200), (200, 16), (500, 16)),
+            *((32, 1000), (64, 1000), (128, 1000), (1000, 77), (1000, 128)),
+        ]:
             short = replace(
                 PROBLEM, seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=head_dim, head_dim_v=head_dim,
-                mask_shape=(2, 1, 1, lengths[1]) if masked else None,
+                mask_shape=(2, 1, 1, lengths[1]) if masked else None, num_heads_kv=4 if lengths[1] > 128 else 2,
             )  # fmt: skip
             for config in flash_bwd.configs(short, gpu):
                 assert flash_bwd.smem_bytes(short, gpu, config) <= gpu.smem_per_block_bytes, (lengths, head_dim)
@@ -106,14 +109,21 @@ def of_one_side(lengths: tuple[int, int], head_dim: int = 64, **changes: Any) ->
         ((128, 1000), 32, {"mask_shape": (2, 1, 1, 1000)}, (128, 128)),
         ((128, 1000), 32, {"mask_shape": (2, 1, 128, 1000)}, None),
         ((32, 1000), 128, {"mask_shape": (2, 1, 1, 1000)}, (32, 32)),
+        ((32, 1000), 128, {"mask_shape": (2, 1, 32, 1000)}, (32, 32)),
         ((33, 1000), 96, {}, (64, 128)),
+        ((64, 1000), 128, {"mask_shape": (2, 1, 1, 1000)}, (64, 128)),
+        ((64, 1000), 128, {"mask_shape": (2, 1, 64, 1000)}, None),
         ((20, 1000), 256, {}, (32, 64)),
+        ((20, 1000), 256, {"mask_shape": (2, 1, 1, 1000)}, (32, 64)),
+        ((20, 1000), 256, {"mask_shape": (2, 1, 20, 1000)}, None),
         ((33, 1000), 256, {}, None),
         ((20, 1000), 64, {"num_heads_kv": 2}, None),  # grouped heads walk no keys
         ((1000, 20), 64, {"num_heads_kv": 2}, (64, 32)),
         ((1000, 16), 64, {}, (32, 16)),
         ((1000, 64), 112, {}, None),
         ((1000, 77), 40, {}, (64, 128)),
+        ((1000, 77), 40, {"mask_shape": (2, 1, 1, 77)}, (64, 128)),
+        ((1000, 128), 80, {"mask_shape": (2, 4, 1000, 128)}, (64, 128)),
         ((1000, 77), 64, {}, None),
         ((1000, 20), 64, {"alibi_shape": (4,)}, None),
         ((1000, 20), 64, {"has_sinks": True}, None),

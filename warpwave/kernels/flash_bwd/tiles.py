@@ -139,7 +139,7 @@ def score_tile(
         if rules.MASK_PER_QUERY:
             offsets = offsets + rows.to(tl.int64) * rules.mask.stride_m
             shown = tl.load(mask_ptr + offsets, mask=row_inside & readable_keys, other=0)
-        else:  # padding is one row, which broadcasts over the tile: one load a key
+        else:  # padding: one row, which broadcasts over the tile
             shown = tl.load(mask_ptr + offsets, mask=readable_keys, other=0)
         scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, scale, derivative
