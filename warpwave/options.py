@@ -198,14 +198,16 @@ def unexpanded(mask: Any, q: Any, k: Any) -> Any:
     """Returns a mask with size 1 along each axis that `expand` repeats. A mask without such an axis, or one that the
     checks will refuse, is returned unchanged. Kernels choose by shapes how they read a mask, and transformers expands
     padding along queries."""
-    if not all(isinstance(t, torch.Tensor) and not t.is_nested and t.dim() == 4 for t in (mask, q, k)):
+    is_plain = isinstance(mask, torch.Tensor) and mask.layout is torch.strided and not mask.is_nested
+    if not is_plain or 0 not in mask.stride():  # few calls: every masked call pays for them
         return mask
-    if mask.layout is torch.strided and 0 in mask.stride():
-        scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-        if all(size in (1, whole) for size, whole in zip(mask.shape, scores, strict=True)):
-            for axis in range(4):
-                if mask.stride(axis) == 0 and mask.shape[axis] > 1:
-                    mask = mask.narrow(axis, 0, 1)
+    if not all(isinstance(t, torch.Tensor) and not t.is_nested and t.ndim == 4 for t in (mask, q, k)):
+        return mask
+    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if all(size in (1, whole) for size, whole in zip(mask.shape, scores, strict=True)):
+        for axis in range(4):
+            if mask.stride(axis) == 0 and mask.shape[axis] > 1:
+                mask = mask.narrow(axis, 0, 1)
     return mask
 
 
