@@ -186,7 +186,7 @@ BACKWARD = [
     ),
     Mutant(
         "gradients: every query reads the first one's mask", BACKWARD_TILES,
-        "if rules.MASK_PER_QUERY:", "if rules.MASK_PER_QUERY and False:",
+        "if MASK_PER_QUERY:", "if MASK_PER_QUERY and False:",
         f"{BY_ONE_SIDE}test_rows_that_see_nothing", "mask", "bits(",
     ),
     Mutant(

@@ -213,7 +213,6 @@ def feature_constants(problem: AttentionProblem) -> dict[str, bool]:
     return {
         "HAS_MASK": problem.mask_shape is not None,
         "HAS_BIAS": problem.bias_shape is not None,
-        "MASK_PER_QUERY": problem.mask_shape is not None and problem.mask_shape[2] > 1,
         "HAS_ALIBI": problem.alibi_shape is not None,
         "HAS_SOFTCAP": problem.softcap > 0,
         "HAS_SINKS": problem.has_sinks,

@@ -71,7 +71,7 @@ class Pairs(NamedTuple):
 
 
 class ScoreRules(NamedTuple):
-    """The operations on scores after the product. MASK_PER_QUERY states whether the mask has an axis of queries."""
+    """The operations on scores after the product."""
 
     mask: Pairs
     bias: Pairs
@@ -80,7 +80,6 @@ class ScoreRules(NamedTuple):
     softcap: float
     HAS_MASK: tl.constexpr
     HAS_BIAS: tl.constexpr
-    MASK_PER_QUERY: tl.constexpr
     HAS_ALIBI: tl.constexpr
     HAS_SOFTCAP: tl.constexpr
 

@@ -15,6 +15,7 @@ from warpwave.kernels.flash_bwd.config import (
     Tile,
     adds_up,
     arithmetic_of,
+    has_mask_of_queries,
     may_walk,
     smem_of_joint,
     smem_of_tile,
@@ -115,7 +116,7 @@ class Call:
         self.is_16_bit_mma = gpu.has_mma and not self.is_float32
         self.is_16_bit, self.is_hopper, self.problem = not self.is_float32, gpu.capability == 90, problem
         self.is_masked = problem.mask_shape is not None or problem.bias_shape is not None
-        self.has_mask_of_queries = problem.mask_shape is not None and problem.mask_shape[2] > 1
+        self.has_mask_of_queries = has_mask_of_queries(problem)
         self.has_bf16_parts = self.is_float32 and arithmetic_of(problem, gpu).startswith("bf16")
 
     def fits(self, longest: int, scores: int = 128 * 128) -> bool:

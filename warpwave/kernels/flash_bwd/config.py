@@ -73,6 +73,11 @@ def walked_of(problem: AttentionProblem, config: Config) -> str:
     return "keys" if problem.seqlen_k > config.dq.block_n else "queries" if problem.seqlen_q > config.dq.block_m else ""
 
 
+def has_mask_of_queries(problem: AttentionProblem) -> bool:
+    """Returns whether a mask has an axis of queries. Padding has none: it is read as one row."""
+    return problem.mask_shape is not None and problem.mask_shape[2] > 1
+
+
 def may_walk(problem: AttentionProblem, walked: str) -> bool:
     """Returns whether blocks of a joint launch can walk keys, or queries: not of packed sequences, beside a bias, ALiBi
     or sinks, whose gradients are sums over what several blocks walk, not the keys of grouped heads, and not in float32,

@@ -55,6 +55,7 @@ def flash_bwd_dbias_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     PAIR_GROUP: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
     PER_QUERY: tl.constexpr,
     PER_KEY: tl.constexpr,
 ):
@@ -158,7 +159,7 @@ def flash_bwd_dbias_kernel(
                 readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, _derivative = score_tile(
                     raw, rows[:, None], keys[None, :], inside, row_inside, readable_keys, True, low, high,
-                    seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
+                    seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window, MASK_PER_QUERY,
                 )  # fmt: skip
                 p = probabilities(scores, scale, lse_log2[:, None], True)
                 dp = row_products(dout, operands(v, PRECISION, IS_NVIDIA), PRECISION)  # [BLOCK_M, BLOCK_N]

@@ -74,6 +74,7 @@ def flash_bwd_dkv_kernel(
     IS_NVIDIA: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
     PAIR_GROUP: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
     WRITE_DK: tl.constexpr,
     WRITE_DV: tl.constexpr,
 ):
@@ -192,7 +193,7 @@ def flash_bwd_dkv_kernel(
                     readable_keys = (keys_of_groups(keys, PAIR_GROUP) < seqlen_k)[:, None]
                     scores, scale, derivative = score_tile(
                         raw, rows[None, :], keys[:, None], inside, row_inside, readable_keys, at_edge, low, high,
-                        seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
+                        seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window, MASK_PER_QUERY,
                     )  # fmt: skip
                     p = probabilities(scores, scale, lse_log2[None, :], rules.HAS_MASK or rules.HAS_BIAS)
                     if WALK == 2:

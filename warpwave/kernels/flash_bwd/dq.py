@@ -92,6 +92,7 @@ def flash_bwd_dq_kernel(
     IS_NVIDIA: tl.constexpr,
     TWO_LOOPS: tl.constexpr,
     PAIR_GROUP: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
     OWN_STATISTICS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -234,7 +235,7 @@ def flash_bwd_dq_kernel(
                 readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
                 scores, scale, derivative = score_tile(
                     raw, rows[:, None], keys[None, :], inside, row_inside, readable_keys, at_edge, low, high,
-                    seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
+                    seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window, MASK_PER_QUERY,
                 )  # fmt: skip
                 dp = row_products(dout, v_parts, PRECISION)  # [BLOCK_M, BLOCK_N]
                 if dropout.HAS_DROPOUT:

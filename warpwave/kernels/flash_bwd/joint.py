@@ -84,6 +84,7 @@ def flash_bwd_joint_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     PAIR_GROUP: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
     HAS_GROUP: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -205,7 +206,7 @@ def flash_bwd_joint_kernel(
         readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[None, :]
         scores, scale, derivative = score_tile(
             raw, rows[:, None], keys[None, :], inside, row_inside, readable_keys, True, low, high, seqlen_k - seqlen_q,
-            mask_ptr, bias_ptr, slope_log2, rules, window,
+            mask_ptr, bias_ptr, slope_log2, rules, window, MASK_PER_QUERY,
         )  # fmt: skip
         nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
         p, _, m_i, l_i = softmax_step(scores, scale, nothing, tl.zeros([BLOCK_M], tl.float32))

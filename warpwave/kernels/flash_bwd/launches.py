@@ -24,7 +24,7 @@ from warpwave.kernels.arguments import (
     two_loops,
     window,
 )
-from warpwave.kernels.flash_bwd.config import PARTS_AT_ONCE, Config, Tile, arithmetic_of, walked_of
+from warpwave.kernels.flash_bwd.config import PARTS_AT_ONCE, Config, Tile, arithmetic_of, has_mask_of_queries, walked_of
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
 from warpwave.kernels.flash_bwd.dkv import flash_bwd_dkv_kernel
 from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
@@ -184,6 +184,7 @@ class _Launches:
             constants={
                 **_constants(self.problem, self.gpu, tile, owned, self.unit),
                 "PAIR_GROUP": self.group,
+                "MASK_PER_QUERY": has_mask_of_queries(self.problem),
                 **constants,
             },
             # Off in float32, as in the forward: if one key dominates, its probability is exactly 1.

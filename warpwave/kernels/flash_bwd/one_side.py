@@ -85,6 +85,7 @@ def flash_bwd_one_side_kernel(
     PRECISION: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
     PAIR_GROUP: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
     WALKS_KEYS: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     WRITE_DQ: tl.constexpr,
@@ -240,7 +241,7 @@ def flash_bwd_one_side_kernel(
             readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[:, None]
             scores, scale, derivative = score_tile(
                 raw, rows[None, :], keys[:, None], inside, row_inside, readable_keys, at_edge, low, high,
-                seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window,
+                seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window, MASK_PER_QUERY,
             )  # fmt: skip
             p = probabilities(scores, scale, lse_log2[None, :], MAY_HIDE)
             if WALK == 2:

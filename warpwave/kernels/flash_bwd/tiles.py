@@ -89,6 +89,7 @@ def score_tile(
     slope_log2,
     rules: ScoreRules,
     window: Window,
+    MASK_PER_QUERY: tl.constexpr,
 ):
     """Returns scores as the forward computes them, minus infinity where hidden.
 
@@ -102,6 +103,7 @@ def score_tile(
         low, high: the band, `low <= key - row <= high`.
         mask_ptr, bias_ptr: addresses of the head's first row and key.
         window: which edges the band has.
+        MASK_PER_QUERY: whether a mask has an axis of queries.
 
     Returns:
         scores, scale: scores in bits are `scores * scale`. Multiplying and subtracting the log-sum-exp is one fused
@@ -136,7 +138,7 @@ def score_tile(
         scale = 1.0
     if rules.HAS_MASK:
         offsets = keys.to(tl.int64) * rules.mask.stride_n
-        if rules.MASK_PER_QUERY:
+        if MASK_PER_QUERY:
             offsets = offsets + rows.to(tl.int64) * rules.mask.stride_m
             shown = tl.load(mask_ptr + offsets, mask=row_inside & readable_keys, other=0)
         else:  # padding: one row, which broadcasts over the tile
