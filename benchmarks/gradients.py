@@ -479,6 +479,18 @@ def few() -> list[Row]:
     ]
 
 
+def padded() -> list[Row]:
+    """Returns calls whose batch items have keys of different lengths, as a mask of keys states them."""
+    half = "float16"
+    return [
+        Row(64, 32, 512, heads=16, dtype=half, beside="padding"),
+        *(Row(64, b, n, heads=12, dtype=half, beside="padding") for b, n in ((64, 128), (256, 128), (128, 32))),
+        Row(32, 256, 64, heads=12, dtype=half, beside="padding"),
+        Row(32, 16, 850, heads=8, dtype=half, beside="padding"),
+        Row(64, 8, 2048, heads=16, beside="padding"),
+    ]
+
+
 def whole_steps(rounds: int) -> list[dict[str, Any]]:
     """Returns forward and backward of grouped heads, the host's time of a small step, and peak memory."""
     found = []
@@ -516,7 +528,7 @@ def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    names = ("rows", "both", "between", "grouped", "drawn", "features", "biases", "models", "few", "steps")
+    names = ("rows", "both", "between", "grouped", "drawn", "features", "biases", "models", "few", "padded", "steps")
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", help="a commit's hash; default: HEAD's")
@@ -533,12 +545,13 @@ def main() -> None:
         "biases": biases(),
         "models": models(),
         "few": few(),
+        "padded": padded(),
     }
     for name in asked.groups:
         if name == "steps":
             record[name] = whole_steps(asked.rounds)
         else:
-            made = {"both": both, "models": captured, "few": captured}.get(name, backward)
+            made = {"both": both, "models": captured, "few": captured, "padded": captured}.get(name, backward)
             record[name] = []
             for row in groups[name]:
                 record[name].append(measured(row, made, asked.rounds))

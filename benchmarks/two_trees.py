@@ -2,7 +2,7 @@
 
     git worktree add FOLDER COMMIT
     PYTHONPATH=. python -m benchmarks.two_trees FOLDER RECORD [--suites forward quantized gradients]
-        [--only TEXT] [--rounds 6] [--seconds 300]
+        [--only TEXT...] [--rounds 6] [--seconds 300]
 
 The other tree is imported from a copy in which it has another name. Both trees get the same tensors and take turns in
 every round. `--suites` names suites of `bench`, "quantized" for float8 and int8 calls, and "gradients" for the backward
@@ -117,12 +117,12 @@ def backward(row: gradients.Row, package: Any) -> Call:
     return gradients.backward(gradients.ours(row, given, package=package), given)
 
 
-def rows(suites: Sequence[str], only: str) -> Iterator[Row]:
-    """Yields the rows whose names contain `only`."""
+def rows(suites: Sequence[str], only: Sequence[str]) -> Iterator[Row]:
+    """Yields the rows whose names contain one of `only`."""
     apart = {QUANTIZED: quantized_rows, GRADIENTS: gradient_rows}
     for suite in suites:
         of_suite = apart[suite]() if suite in apart else rows_of_bench(suite)
-        yield from (row for row in of_suite if only in row.case)
+        yield from (row for row in of_suite if any(text in row.case for text in only))
 
 
 def rows_of_bench(suite: str) -> Iterator[Row]:
@@ -140,9 +140,11 @@ def quantized_rows() -> Iterator[Row]:
 
 
 def gradient_rows() -> Iterator[Row]:
-    """Yields the backward of the 18 rows of `benchmarks.gradients`, of head sizes from 136 to 192, and of grouped
-    heads."""
-    for row in (*gradients.table(), *gradients.between(), *gradients.grouped()):
+    """Yields the backward of rows of `benchmarks.gradients`: the 18 rows, head sizes from 136 to 192, grouped heads,
+    masks and biases, padding, few queries or keys."""
+    plain = (*gradients.table(), *gradients.between(), *gradients.grouped())
+    hidden = (row for row in (*gradients.features(), *gradients.biases()) if row.beside)
+    for row in (*plain, *hidden, *gradients.padded(), *gradients.few()):
         yield Row(GRADIENTS, row.name, partial(backward, row))
 
 
@@ -210,7 +212,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="the other tree")
     parser.add_argument("record", type=Path)
     parser.add_argument("--suites", nargs="*", default=SUITES)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="*", default=[""])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=300.0)
     args = parser.parse_args()

@@ -25,7 +25,7 @@ two_trees.copied(Path(sys.argv[1]), Path(place))
 sys.path.insert(0, place)
 before = importlib.import_module(two_trees.OTHER)
 assert before.__file__.startswith(place) and before.attention is not warpwave.attention
-for row in two_trees.rows(["tiny", "decode_paged"], sys.argv[2]):
+for row in two_trees.rows(["tiny", "decode_paged"], [sys.argv[2]]):
     new, old = (row.make(package)() for package in (warpwave, before))
     print(row.suite, "|", row.case, "|", torch.equal(new, old))
 """
@@ -43,9 +43,9 @@ def test_both_trees_get_the_same_call(only: str, suite: str) -> None:
 def test_rows_come_from_the_named_suites() -> None:
     from benchmarks import two_trees
 
-    assert len(list(two_trees.rows(["quantized"], ""))) == 2 * 4 * 3 * 3 * 2
-    assert len(list(two_trees.rows(["gradients"], ""))) == 18 + 4 * 3 * 2 + 19
-    found = list(two_trees.rows(["host", "tiny"], "gradients"))
+    assert len(list(two_trees.rows(["quantized"], [""]))) == 2 * 4 * 3 * 3 * 2
+    assert len(list(two_trees.rows(["gradients"], [""]))) == 18 + 4 * 3 * 2 + 19
+    found = list(two_trees.rows(["host", "tiny"], ["gradients"]))
     assert found and all(row.suite == "host" and "gradients" in row.case for row in found)
 
 

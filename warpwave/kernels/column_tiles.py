@@ -82,6 +82,16 @@ def only_where(condition, tiles):
 
 
 @jit
+def only_finite(tiles):
+    """Returns every tile with zeros for infinities and NaN."""
+    found = ()
+    for i in tl.static_range(len(tiles)):
+        is_finite = tl.abs(tiles[i]) < float("inf")
+        found = found + (tl.where(is_finite, tiles[i], tl.zeros_like(tiles[i])),)
+    return found
+
+
+@jit
 def have_nan(tiles):
     """Returns whether any number of any tile is NaN."""
     found = 0

@@ -104,11 +104,6 @@ def of_zeros(problem: AttentionProblem, launches: int) -> Cost:
     return Cost(0, 0, 0, 0, written, first_bytes=written, launches=launches)
 
 
-def of_copies(copied: int) -> Cost:
-    """Returns the cost of copying the operands of so many bytes, a launch for two of four."""
-    return Cost(0, 0, 0, copied, copied, first_bytes=2 * copied, launches=2)
-
-
 def of_rows(blocks: int, read_bytes: int, write_bytes: int, scratch_bytes: int, threads: int) -> Cost:
     """Returns the cost of a launch of many small blocks that reads and writes rows once.
 

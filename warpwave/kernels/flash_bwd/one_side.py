@@ -10,6 +10,9 @@ launch (parts.py). That is five products, where separate owners of queries and k
 read once. Scores are transposed, [BLOCK_N, BLOCK_M], so P^T and dS^T enter the products of dV and dK from registers.
 Tiles that a band hides are walked too, because their gradients are zeros that a block must write.
 
+Under a mask, 0 * NaN must not reach a gradient. Queries that see nothing are read as zeros. Keys are zeros in the
+product of dQ where they are not finite: a query that sees a NaN has a log-sum-exp of NaN, and its dQ is NaN anyway.
+
 Bound: memory bandwidth with few queries at head_dim 128; elsewhere the latency of the products of a step, which follow
 one another.
 """
@@ -18,9 +21,8 @@ from __future__ import annotations
 
 from warpwave.kernels.column_tiles import (
     columns_of,
-    have_nan,
     load_tiles,
-    only_where,
+    only_finite,
     operands,
     pointers_of,
     row_products,
@@ -32,7 +34,7 @@ from warpwave.kernels.column_tiles import (
 from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import (
-    any_of,
+    end_of_seen,
     probabilities,
     score_gradient,
     score_tile,
@@ -155,16 +157,17 @@ def flash_bwd_one_side_kernel(
     k_pointers = pointers_of(k_ptr, first_keys, dims, k_tensor.stride_m, k_tensor.stride_d)
     v_pointers = pointers_of(v_ptr, first_keys, dims_v, v_tensor.stride_m, v_tensor.stride_d)
     if WALKS_KEYS:
+        line = batch * lse_tensor.stride_b + kv_head * lse_tensor.stride_h
+        seen_end = end_of_seen(lse_tensor.ptr + line, first_rows, row_end, MAY_HIDE)  # [BLOCK_M], or one number
         q = load_tiles(
-            q_pointers, kv_head * q_tensor.stride_h, first_rows, dims, row_begin, row_end, HEAD_DIM, CHECK_D
+            q_pointers, kv_head * q_tensor.stride_h, first_rows, dims, row_begin, seen_end, HEAD_DIM, CHECK_D
         )  # of [BLOCK_M, BLOCK_D]
         dout = load_tiles(
-            dout_pointers, kv_head * dout_tensor.stride_h, first_rows, dims_v, row_begin, row_end, HEAD_DIM_V, CHECK_DV
+            dout_pointers, kv_head * dout_tensor.stride_h, first_rows, dims_v, row_begin, seen_end, HEAD_DIM_V, CHECK_DV
         )  # of [BLOCK_M, BLOCK_DV]
         out = load_tiles(
             out_pointers, kv_head * out_tensor.stride_h, first_rows, dims_v, row_begin, row_end, HEAD_DIM_V, CHECK_DV
         )  # of [BLOCK_M, BLOCK_DV]
-        line = batch * lse_tensor.stride_b + kv_head * lse_tensor.stride_h
         lse_log2, delta = statistics_of_rows(
             dout, out, lse_tensor.ptr, dlse_ptr, line, first_rows, seqlen_q, HAS_DLSE
         )  # [BLOCK_M], each
@@ -176,121 +179,101 @@ def flash_bwd_one_side_kernel(
         )  # of [BLOCK_N, BLOCK_DV]
         dk = zeros(BLOCK_N, dims)  # of [BLOCK_N, BLOCK_D]
         dv = zeros(BLOCK_N, dims_v)  # of [BLOCK_N, BLOCK_DV]
+        k_finite = k
+        if MAY_HIDE:
+            k_finite = only_finite(k)
     if dropout.HAS_DROPOUT:
         dropout_key = load_dropout_key(dropout.seed_ptr)
     factor_v = dropout.scale if dropout.HAS_DROPOUT else 1.0
-    repeats = tl.full((), 0, tl.int1)
-    # Walk 2 repeats walk 1 if a gradient has a NaN, perhaps of a pair that the mask hides, and has no steps otherwise.
-    for WALK in tl.static_range(1, 3 if MAY_HIDE else 2):
-        end = item_end
-        if WALK == 2:
-            if WALKS_KEYS:
-                repeats = repeats | have_nan(dq)
-                dq = only_where(~repeats, dq)
-            else:
-                repeats = repeats | have_nan(dk) | have_nan(dv)
-                dk = only_where(~repeats, dk)
-                dv = only_where(~repeats, dv)
-            end = tl.where(repeats, item_end, item_begin)
-        for item in range(item_begin, end):
-            head = kv_head
-            row_tile = 0
-            key_tile = 0
-            at_edge = True
-            rows = first_rows
-            keys = first_keys
-            if WALKS_KEYS:
-                key_tile = item * BLOCK_N
-                at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
-                keys = key_tile + first_keys
-                offset = tl.cast(key_tile, tl.int64)
-                k = load_tiles(
-                    k_pointers, offset * k_tensor.stride_m, keys, dims, key_begin, key_end, HEAD_DIM, CHECK_D
-                )
-                v = load_tiles(
-                    v_pointers, offset * v_tensor.stride_m, keys, dims_v, key_begin, key_end, HEAD_DIM_V, CHECK_DV
-                )
-            else:
-                head = kv_head * group_size + item // num_tiles
-                row_tile = item % num_tiles * BLOCK_M
-                rows = row_tile + first_rows
-                offset = tl.cast(row_tile, tl.int64)
-                q = load_tiles(
-                    q_pointers, offset * q_tensor.stride_m + head * q_tensor.stride_h, rows, dims, row_begin, row_end,
-                    HEAD_DIM, CHECK_D,
-                )  # fmt: skip
-                dout = load_tiles(
-                    dout_pointers, offset * dout_tensor.stride_m + head * dout_tensor.stride_h, rows, dims_v, row_begin,
-                    row_end, HEAD_DIM_V, CHECK_DV,
-                )  # fmt: skip
-                out = load_tiles(
-                    out_pointers, offset * out_tensor.stride_m + head * out_tensor.stride_h, rows, dims_v, row_begin,
-                    row_end, HEAD_DIM_V, CHECK_DV,
-                )  # fmt: skip
-                line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
-                lse_log2, delta = statistics_of_rows(
-                    dout, out, lse_tensor.ptr, dlse_ptr, line, rows, seqlen_q, HAS_DLSE
-                )  # fmt: skip
-            mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
-            k_parts = operands(k, PRECISION, IS_NVIDIA)
-            q_parts = operands(q, PRECISION, IS_NVIDIA)
-            dout_parts = operands(dout, PRECISION, IS_NVIDIA)
-            raw = row_products(k_parts, q_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
-            row_inside = (rows < row_end)[None, :]
-            inside = (keys < key_end)[:, None] & row_inside
-            readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[:, None]
-            scores, scale, derivative = score_tile(
-                raw, rows[None, :], keys[:, None], inside, row_inside, readable_keys, at_edge, low, high,
-                seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window, MASK_PER_QUERY,
+    for item in range(item_begin, item_end):
+        head = kv_head
+        row_tile = 0
+        key_tile = 0
+        at_edge = True
+        rows = first_rows
+        keys = first_keys
+        if WALKS_KEYS:
+            key_tile = item * BLOCK_N
+            at_edge = (key_tile < whole_begin) | (key_tile >= whole_end)
+            keys = key_tile + first_keys
+            offset = tl.cast(key_tile, tl.int64)
+            k = load_tiles(k_pointers, offset * k_tensor.stride_m, keys, dims, key_begin, key_end, HEAD_DIM, CHECK_D)
+            v = load_tiles(
+                v_pointers, offset * v_tensor.stride_m, keys, dims_v, key_begin, key_end, HEAD_DIM_V, CHECK_DV
+            )
+            k_finite = k
+            if MAY_HIDE:
+                k_finite = only_finite(k)
+        else:
+            head = kv_head * group_size + item // num_tiles
+            row_tile = item % num_tiles * BLOCK_M
+            rows = row_tile + first_rows
+            offset = tl.cast(row_tile, tl.int64)
+            line = batch * lse_tensor.stride_b + head * lse_tensor.stride_h
+            seen_end = end_of_seen(lse_tensor.ptr + line, rows, row_end, MAY_HIDE)
+            q = load_tiles(
+                q_pointers, offset * q_tensor.stride_m + head * q_tensor.stride_h, rows, dims, row_begin, seen_end,
+                HEAD_DIM, CHECK_D,
             )  # fmt: skip
-            p = probabilities(scores, scale, lse_log2[None, :], MAY_HIDE)
-            if WALK == 2:
-                # A query that sees no key of the tile, and a key that no query sees, must have no effect, but 0 * NaN
-                # is NaN.
-                sees = any_of(p, 0)[:, None]  # [BLOCK_M, 1]
-                k_parts = operands(only_where(any_of(p, 1)[:, None], k), PRECISION, IS_NVIDIA)
-                q_parts = operands(only_where(sees, q), PRECISION, IS_NVIDIA)
-                dout_parts = operands(only_where(sees, dout), PRECISION, IS_NVIDIA)
-            p_kept = p
-            if dropout.HAS_DROPOUT:
-                kept = dropout_keeps(
-                    dropout_key, batch, head, row_tile, first_rows[None, :], key_tile, first_keys[:, None],
-                    dropout.threshold,
-                )  # fmt: skip
-                p_kept = tl.where(kept, p, 0.0)
+            dout = load_tiles(
+                dout_pointers, offset * dout_tensor.stride_m + head * dout_tensor.stride_h, rows, dims_v, row_begin,
+                seen_end, HEAD_DIM_V, CHECK_DV,
+            )  # fmt: skip
+            out = load_tiles(
+                out_pointers, offset * out_tensor.stride_m + head * out_tensor.stride_h, rows, dims_v, row_begin,
+                row_end, HEAD_DIM_V, CHECK_DV,
+            )  # fmt: skip
+            lse_log2, delta = statistics_of_rows(
+                dout, out, lse_tensor.ptr, dlse_ptr, line, rows, seqlen_q, HAS_DLSE
+            )  # fmt: skip
+        mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
+        k_parts = operands(k, PRECISION, IS_NVIDIA)
+        q_parts = operands(q, PRECISION, IS_NVIDIA)
+        dout_parts = operands(dout, PRECISION, IS_NVIDIA)
+        raw = row_products(k_parts, q_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
+        row_inside = (rows < row_end)[None, :]
+        inside = (keys < key_end)[:, None] & row_inside
+        readable_keys = (keys_of_groups(keys, PAIR_GROUP) < key_end)[:, None]
+        scores, scale, derivative = score_tile(
+            raw, rows[None, :], keys[:, None], inside, row_inside, readable_keys, at_edge, low, high,
+            seqlen_k - seqlen_q, mask_ptr, bias_ptr, slope_log2, rules, window, MASK_PER_QUERY,
+        )  # fmt: skip
+        p = probabilities(scores, scale, lse_log2[None, :], MAY_HIDE)
+        p_kept = p
+        if dropout.HAS_DROPOUT:
+            kept = dropout_keeps(
+                dropout_key, batch, head, row_tile, first_rows[None, :], key_tile, first_keys[:, None],
+                dropout.threshold,
+            )  # fmt: skip
+            p_kept = tl.where(kept, p, 0.0)
+        if WALKS_KEYS:
+            dk = zeros(BLOCK_N, dims)
+            dv = zeros(BLOCK_N, dims_v)
+        else:
+            dq = zeros(BLOCK_M, dims)
+        if WRITE_DV:
+            p_parts = operand(p_kept.to(dout[0].dtype), PRECISION, IS_NVIDIA)
+            dv = with_products(p_parts, dout_parts, dv, None, PRECISION)
             if WALKS_KEYS:
-                dk = zeros(BLOCK_N, dims)
-                dv = zeros(BLOCK_N, dims_v)
-            else:
-                dq = zeros(BLOCK_M, dims)
-            if WRITE_DV:
-                p_parts = operand(p_kept.to(dout[0].dtype), PRECISION, IS_NVIDIA)
-                dv = with_products(p_parts, dout_parts, dv, None, PRECISION)
-                if WALKS_KEYS:
-                    store_tiles(dv_ptr, keys, seqlen_k, dims_v, dv_tensor.stride_m, times(dv, factor_v), HEAD_DIM_V)
-            dp = row_products(operands(v, PRECISION, IS_NVIDIA), dout_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
-            if dropout.HAS_DROPOUT:
-                dp = tl.where(kept, dp * dropout.scale, 0.0)
-            ds = score_gradient(p, dp, delta[None, :], at_edge, MAY_HIDE)
-            ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
-            ds = operand(ds.to(q[0].dtype), PRECISION, IS_NVIDIA)
-            # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
-            if WRITE_DK:
-                dk = with_products(ds, q_parts, dk, None, PRECISION)
-                if WALKS_KEYS:
-                    of_keys = times(dk, rules.softmax_scale)
-                    store_tiles(dk_ptr, keys, seqlen_k, dims, dk_tensor.stride_m, of_keys, HEAD_DIM)
-            if WRITE_DQ:
-                dq = with_products(transposed(ds), k_parts, dq, None, PRECISION)
-                if not WALKS_KEYS:
-                    of_rows = times(dq, rules.softmax_scale)
-                    to = dq_ptr + head * dq_tensor.stride_h
-                    store_tiles(to, rows, seqlen_q, dims, dq_tensor.stride_m, of_rows, HEAD_DIM)
-            if MAY_HIDE and WALK == 1:
-                if WALKS_KEYS:
-                    repeats = repeats | have_nan(dk) | have_nan(dv)
-                else:
-                    repeats = repeats | have_nan(dq)
+                store_tiles(dv_ptr, keys, seqlen_k, dims_v, dv_tensor.stride_m, times(dv, factor_v), HEAD_DIM_V)
+        dp = row_products(operands(v, PRECISION, IS_NVIDIA), dout_parts, PRECISION)  # [BLOCK_N, BLOCK_M]
+        if dropout.HAS_DROPOUT:
+            dp = tl.where(kept, dp * dropout.scale, 0.0)
+        ds = score_gradient(p, dp, delta[None, :], at_edge, MAY_HIDE)
+        ds = through_softcap(ds, derivative, p, rules.HAS_SOFTCAP)
+        ds = operand(ds.to(q[0].dtype), PRECISION, IS_NVIDIA)
+        # The scale comes after the products: before, it would push a small ds out of the range of 16 bits.
+        if WRITE_DK:
+            dk = with_products(ds, q_parts, dk, None, PRECISION)
+            if WALKS_KEYS:
+                of_keys = times(dk, rules.softmax_scale)
+                store_tiles(dk_ptr, keys, seqlen_k, dims, dk_tensor.stride_m, of_keys, HEAD_DIM)
+        if WRITE_DQ:
+            dq = with_products(transposed(ds), operands(k_finite, PRECISION, IS_NVIDIA), dq, None, PRECISION)
+            if not WALKS_KEYS:
+                of_rows = times(dq, rules.softmax_scale)
+                to = dq_ptr + head * dq_tensor.stride_h
+                store_tiles(to, rows, seqlen_q, dims, dq_tensor.stride_m, of_rows, HEAD_DIM)
 
     if WALKS_KEYS and WRITE_DQ:
         dq_ptr += kv_head * dq_tensor.stride_h

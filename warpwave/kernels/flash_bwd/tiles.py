@@ -66,6 +66,16 @@ def statistics_of_rows(dout, out, lse_ptr, dlse_ptr, line, rows, seqlen_q, HAS_D
 
 
 @jit
+def end_of_seen(lse_pointers, rows, row_end, MAY_HIDE: tl.constexpr):
+    """Returns the end of the rows to read: `row_end`, and under a mask 0 for each row that sees nothing, [BLOCK_M]."""
+    end = row_end
+    if MAY_HIDE:
+        lse = load_rows(lse_pointers, rows, row_end, float("-inf"))
+        end = tl.where(lse == float("-inf"), 0, row_end)
+    return end
+
+
+@jit
 def infinite_if_blind(lse_log2):
     """Returns plus infinity in place of minus infinity: `exp2(score - lse)` is then 0, and `-inf - -inf` is never
     computed."""

@@ -1,7 +1,10 @@
-"""A launch before gradients that copies two tensors of tokens, with zeros for tokens that belong to no visible pair.
+"""Launches before gradients that copy q, k, v and dout, with zeros for tokens that belong to no visible pair, if such a
+token holds a number that products would not cancel.
 
 A mask or a bias of minus infinity may hide every key from a query, or a key from every query. Their probabilities are
-0, but tensor cores multiply whole tiles, and 0 * NaN is NaN. Tokens of visible pairs are not changed.
+0, but tensor cores multiply whole tiles, and 0 * NaN is NaN. A first launch therefore reads these tokens, and states
+whether the copies are needed; without such a number a second launch, which would fill them, ends at once. The launches
+of the gradients then read the originals.
 
 Bound: memory.
 """
@@ -13,14 +16,25 @@ from typing import NamedTuple
 import torch
 
 from warpwave.kernels.arguments import broadcast_strides, padded
-from warpwave.kernels.groups import InUnits
-from warpwave.kernels.primitives import in_elements
 from warpwave.runtime import launch
 from warpwave.runtime.parameters import Pointer
 from warpwave.runtime.triton_or_stub import jit, tl
 
 BLOCK_ROWS = 64
+MOST_BLOCKS = 1024  # of the launch that copies, which mostly ends at once: a block takes one tile after another
 UNIT = tl.constexpr(8)  # elements: rows that tensor maps read begin at multiples of 16 bytes
+# The largest finite number of float16. Products of 256 larger ones with a bfloat16 might be infinite.
+LARGEST = tl.constexpr(65504.0)
+
+
+class Tokens(NamedTuple):
+    """A tensor of tokens with the strides of batch items, tokens and heads in units of UNIT elements. Rows are
+    contiguous."""
+
+    ptr: Pointer
+    stride_b: int
+    stride_m: int
+    stride_h: int
 
 
 class Flags(NamedTuple):
@@ -33,8 +47,39 @@ class Flags(NamedTuple):
     stride_m: int
 
 
+class Side(NamedTuple):
+    """The tensors of queries, q and dout, or of keys, k and v; their copies; and what hides tokens. A token is seen if
+    a query head of its head's group is flagged by the mask and by the bias."""
+
+    first: Tokens
+    second: Tokens
+    first_copy_ptr: Pointer
+    second_copy_ptr: Pointer
+    of_mask: Flags
+    of_bias: Flags
+    num_heads: int
+    group_size: int
+    num_rows: int
+    row_blocks: int
+
+
+class Tensors(NamedTuple):
+    """The tensors of a side: tokens of (batch, tokens, heads, head_dim), 16-bit or float32, whose rows begin at
+    multiples of 16 bytes; contiguous copies of their shapes; and the flags of mask and bias, each (batch, query heads,
+    tokens) int8 or None, whose axes of 1 are broadcast."""
+
+    tokens: tuple[torch.Tensor, torch.Tensor]
+    copies: tuple[torch.Tensor, torch.Tensor]
+    flags: tuple[torch.Tensor | None, torch.Tensor | None]
+
+    @property
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        """Returns them in the order of `Side`."""
+        return *self.tokens, *self.copies, *self.flags
+
+
 @jit
-def _seen(flags: Flags, batch, head, rows, inside):
+def _flagged(flags: Flags, batch, head, rows, inside):
     shown = tl.full(rows.shape, 1, tl.int32)
     if flags.ptr is not None:
         ptr = flags.ptr + batch.to(tl.int64) * flags.stride_b + head.to(tl.int64) * flags.stride_h
@@ -43,91 +88,155 @@ def _seen(flags: Flags, batch, head, rows, inside):
 
 
 @jit
-def _copy(
-    tokens: InUnits, to_ptr, batch, head, rows, inside, seen, num_heads, num_rows, D: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def _tile_of(side: Side, block, BLOCK_ROWS: tl.constexpr):
+    """Returns the batch item, head and rows of a block, which of them exist, and which are seen."""
+    head = block // side.row_blocks % side.num_heads
+    batch = block // side.row_blocks // side.num_heads
+    rows = block % side.row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = rows < side.num_rows
+    seen = tl.zeros([BLOCK_ROWS], tl.int32)
+    for member in range(side.group_size):
+        of_head = head * side.group_size + member
+        seen |= _flagged(side.of_mask, batch, of_head, rows, inside) & _flagged(
+            side.of_bias, batch, of_head, rows, inside
+        )
+    return batch, head, rows, inside, seen != 0
+
+
+@jit
+def _load(tokens: Tokens, batch, head, rows, wanted, D: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
-    x = in_elements(tokens, UNIT)
-    ptr = x.ptr + batch * x.stride_b + head * x.stride_h
-    within = inside[:, None] & (columns < D)[None, :]
-    read = (rows * x.stride_m)[:, None] + columns[None, :] * x.stride_d
-    copied = tl.load(ptr + read, mask=within & (seen != 0)[:, None], other=0.0)
-    to_ptr += (batch.to(tl.int64) * num_rows * num_heads + head) * D
-    tl.store(to_ptr + (rows.to(tl.int64) * num_heads)[:, None] * D + columns[None, :], copied, mask=within)
+    first = batch.to(tl.int64) * tokens.stride_b + head.to(tl.int64) * tokens.stride_h
+    units = first + rows.to(tl.int64) * tokens.stride_m
+    pointers = tokens.ptr + (units * UNIT)[:, None] + columns[None, :]
+    return tl.load(pointers, mask=wanted[:, None] & (columns < D)[None, :], other=0.0)
 
 
-@jit(do_not_specialize=["num_heads", "group", "num_rows", "row_blocks"])
-def zero_unseen_kernel(
-    first: InUnits,
-    second: InUnits,
-    first_to_ptr,
-    second_to_ptr,
-    of_mask: Flags,
-    of_bias: Flags,
-    num_heads,
-    group,
-    num_rows,
-    row_blocks,
-    D_FIRST: tl.constexpr,
-    D_SECOND: tl.constexpr,
-    WIDTH_FIRST: tl.constexpr,
-    WIDTH_SECOND: tl.constexpr,
+@jit
+def _are_large(x):
+    """Returns which rows have a number above LARGEST, or NaN."""
+    return tl.max((~(tl.abs(x.to(tl.float32)) <= LARGEST)).to(tl.int32), 1)
+
+
+@jit
+def _check(side: Side, block, copies_needed_ptr, D: tl.constexpr, D_V: tl.constexpr, W: tl.constexpr, W_V: tl.constexpr,
+           BLOCK_ROWS: tl.constexpr):  # fmt: skip
+    batch, head, rows, inside, seen = _tile_of(side, block, BLOCK_ROWS)
+    unseen = inside & ~seen
+    if tl.max(unseen.to(tl.int32)) != 0:
+        first = _load(side.first, batch, head, rows, unseen, D, W)
+        second = _load(side.second, batch, head, rows, unseen, D_V, W_V)
+        large = tl.max(_are_large(first) | _are_large(second)) != 0
+        tl.store(copies_needed_ptr, 1, mask=large)
+
+
+@jit
+def _copy_one(
+    tokens: Tokens, copy_ptr, side: Side, batch, head, rows, inside, seen, D: tl.constexpr, WIDTH: tl.constexpr
+):
+    x = _load(tokens, batch, head, rows, inside & seen, D, WIDTH)
+    columns = tl.arange(0, WIDTH)
+    copy_ptr += (batch.to(tl.int64) * side.num_rows * side.num_heads + head) * D
+    written = copy_ptr + (rows.to(tl.int64) * side.num_heads)[:, None] * D + columns[None, :]
+    tl.store(written, x, mask=inside[:, None] & (columns < D)[None, :])
+
+
+@jit
+def _copy(side: Side, block, D: tl.constexpr, D_V: tl.constexpr, W: tl.constexpr, W_V: tl.constexpr,
+          BLOCK_ROWS: tl.constexpr):  # fmt: skip
+    batch, head, rows, inside, seen = _tile_of(side, block, BLOCK_ROWS)
+    _copy_one(side.first, side.first_copy_ptr, side, batch, head, rows, inside, seen, D, W)
+    _copy_one(side.second, side.second_copy_ptr, side, batch, head, rows, inside, seen, D_V, W_V)
+
+
+@jit(do_not_specialize=["blocks_of_queries", "num_blocks"])
+def check_unseen_kernel(
+    queries: Side,
+    keys: Side,
+    copies_needed_ptr,
+    blocks_of_queries,
+    num_blocks,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Copies BLOCK_ROWS tokens of one head of both tensors to contiguous ones. A token is seen if a query head of the
-    head's group is flagged in each of the flags.
-
-    Bound: memory.
-    """
-    block = tl.program_id(0) % row_blocks
-    head = tl.program_id(0) // row_blocks % num_heads
-    batch = tl.program_id(0) // row_blocks // num_heads
-    rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    inside = rows < num_rows
-    seen = tl.zeros([BLOCK_ROWS], tl.int32)
-    for member in range(group):
-        of_head = head * group + member
-        seen |= _seen(of_mask, batch, of_head, rows, inside) & _seen(of_bias, batch, of_head, rows, inside)
-    _copy(first, first_to_ptr, batch, head, rows, inside, seen, num_heads, num_rows, D_FIRST, WIDTH_FIRST)
-    _copy(second, second_to_ptr, batch, head, rows, inside, seen, num_heads, num_rows, D_SECOND, WIDTH_SECOND)
+    """Stores 1 in an int8 of 0 if a token that is not seen has a number above LARGEST, or infinite, or NaN."""
+    block = tl.program_id(0)
+    if block < blocks_of_queries:
+        _check(queries, block, copies_needed_ptr, D, D_V, WIDTH, WIDTH_V, BLOCK_ROWS)
+    else:
+        _check(keys, block - blocks_of_queries, copies_needed_ptr, D, D_V, WIDTH, WIDTH_V, BLOCK_ROWS)
 
 
-def specify(
-    tokens: tuple[torch.Tensor, torch.Tensor],
-    copies: tuple[torch.Tensor, torch.Tensor],
-    flags: tuple[torch.Tensor | None, torch.Tensor | None],
-    group: int = 1,
-) -> launch.Launch:
-    """Returns the launch that fills `copies`.
+@jit(do_not_specialize=["blocks_of_queries", "num_blocks"])
+def zero_unseen_kernel(
+    queries: Side,
+    keys: Side,
+    copies_needed_ptr,
+    blocks_of_queries,
+    num_blocks,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Fills the copies, if the number at `copies_needed_ptr` is not 0, or always without one."""
+    end = num_blocks
+    if copies_needed_ptr is not None:
+        end = tl.where(tl.load(copies_needed_ptr) != 0, num_blocks, 0)
+    for block in range(tl.program_id(0), end, tl.num_programs(0)):
+        if block < blocks_of_queries:
+            _copy(queries, block, D, D_V, WIDTH, WIDTH_V, BLOCK_ROWS)
+        else:
+            _copy(keys, block - blocks_of_queries, D, D_V, WIDTH, WIDTH_V, BLOCK_ROWS)
+
+
+def specify(queries: Tensors, keys: Tensors, copies_needed: torch.Tensor | None) -> list[launch.Launch]:
+    """Returns the launches, both with the arguments `(*queries.flat, *keys.flat, copies_needed)`.
 
     Args:
-        tokens: two tensors (batch, tokens, heads, head_dim), 16-bit; rows begin at multiples of 16 bytes.
-        copies: contiguous tensors of their shapes.
-        flags: of a mask and of a bias, each (batch, query heads, tokens) int8 or None; axes of 1 are broadcast.
-        group: query heads of a head.
+        queries, keys: those of q and dout, and of k and v.
+        copies_needed: int8, (1,), 0 before the launches; None if the copies are always made, by one launch.
     """
-    batch, rows, heads, _ = tokens[0].shape
-    row_blocks = -(-rows // BLOCK_ROWS)
-    dims = [t.shape[-1] for t in tokens]
-    return launch.Launch(
-        kernel=zero_unseen_kernel,
-        grid=batch * heads * row_blocks,
-        tensors=(*tokens, *copies, *flags),
-        scalars=[
-            *_in_units(tokens[0]), *_in_units(tokens[1]), *broadcast_strides(flags[0])[:3],
-            *broadcast_strides(flags[1])[:3], heads, group, rows, row_blocks,
-        ],
-        constants={
-            "D_FIRST": dims[0], "D_SECOND": dims[1], "WIDTH_FIRST": padded(dims[0]), "WIDTH_SECOND": padded(dims[1]),
-            "BLOCK_ROWS": BLOCK_ROWS,
-        },
-        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
-    )  # fmt: skip
+    head_dims = [t.shape[-1] for t in keys.tokens]
+    blocks = [_blocks(of) for of in (queries, keys)]
+    scalars = [*_scalars(queries, 1), *_scalars(keys, queries.tokens[0].shape[2] // keys.tokens[0].shape[2])]
+    kernels = [zero_unseen_kernel] if copies_needed is None else [check_unseen_kernel, zero_unseen_kernel]
+    return [
+        launch.Launch(
+            kernel=kernel,
+            grid=sum(blocks) if kernel is check_unseen_kernel else min(sum(blocks), MOST_BLOCKS),
+            tensors=(*queries.flat, *keys.flat, copies_needed),
+            scalars=[*scalars, blocks[0], sum(blocks)],
+            constants={
+                "D": head_dims[0], "D_V": head_dims[1], "WIDTH": padded(head_dims[0]), "WIDTH_V": padded(head_dims[1]),
+                "BLOCK_ROWS": BLOCK_ROWS,
+            },
+            options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
+        )
+        for kernel in kernels
+    ]  # fmt: skip
+
+
+def _blocks(of: Tensors) -> int:
+    batch, rows, heads, _ = of.tokens[0].shape
+    return batch * heads * -(-rows // BLOCK_ROWS)
+
+
+def _scalars(of: Tensors, group: int) -> list[int]:
+    """Returns the numbers of a `Side`."""
+    _, rows, heads, _ = of.tokens[0].shape
+    strides = [stride for t in of.tokens for stride in _in_units(t)]
+    of_flags = [stride for t in of.flags for stride in broadcast_strides(t)[:3]]
+    return [*strides, *of_flags, heads, group, rows, -(-rows // BLOCK_ROWS)]
 
 
 def _in_units(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides of batch, token and head in units, and of the elements. Axes of size 1 may have any."""
+    """Returns the strides of batch, token and head in units. Axes of size 1 may have any."""
     strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
     unit = UNIT.value
     assert not any(stride % unit for stride in strides), tensor.stride()
-    return *(stride // unit for stride in strides), 1
+    return tuple(stride // unit for stride in strides)

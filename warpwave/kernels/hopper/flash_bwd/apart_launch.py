@@ -44,27 +44,39 @@ def _plans(
     return plans
 
 
+def _copy_plans(
+    problem: AttentionProblem, sources: Sequence[torch.Tensor], first: int, walked: Sequence[int], step: int
+) -> list[MapPlan | None]:
+    """Returns the tensor maps of the copies of q, k, v and dout, which are the sources from `first` on, if any."""
+    of_keys, steps = (first + 1, first + 2), [first + place for place in walked]
+    found = _plans(problem, sources[first:], of_keys, steps, step, first)
+    return [*chain(*found)] if found else [None] * 12
+
+
 def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
     kind, is_divided = launches.bias_kind(tensors), tensors.workspace.dk_splits is not None
 
     def mapped(t: Tensors) -> tuple[Any, ...]:
         of_bias = (t.operands.bias,) if kind == "cells" else ()
         stored = () if is_divided else t.of_keys
-        return (*t.operands[:3], t.dout, t.workspace.lse_log2, t.workspace.delta, *of_bias, *stored)
+        work = t.workspace
+        return *t.operands[:3], t.dout, work.lse_log2, work.delta, *of_bias, *stored, *work.hidden.copies
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         bias = None if kind == "cells" else t.operands.bias
         hidden = t.workspace.hidden
         of_scores = (hidden.words_transposed, hidden.walks_transposed, bias)
-        return *t.of_keys, t.operands.alibi_slopes, *t.offsets, *of_scores, t.operands.dropout_seed
+        of_call = (t.operands.dropout_seed, hidden.copies_needed)
+        return *t.of_keys, t.operands.alibi_slopes, *t.offsets, *of_scores, *of_call
 
     sources = mapped(tensors)
     read = _plans(problem, sources[:4], of_keys=(1, 2), steps=(0, 3), step=config.block_m)
     of_rows = [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
     of_bias = host.bias_plan(6, sources[6], (config.block_m, config.block_n)) if kind == "cells" else None
-    first = 6 + (kind == "cells")
-    stored = _plans(problem, sources[first:], of_keys=(first, first + 1), first=first)
+    first, copies = 6 + (kind == "cells"), len(sources) - len(tensors.workspace.hidden.copies)
+    stored = _plans(problem, sources[first:copies], of_keys=(first, first + 1), first=first)
     plans = [*chain(*read), *of_rows, *(chain(*stored) if stored else [None] * 6), of_bias]
+    plans += _copy_plans(problem, sources, copies, walked=(0, 3), step=config.block_m)
     size = DTYPE_BYTES[problem.dtype]
     of = launch.Launch(
         kernel=dkv.dkv_kernel,
@@ -97,18 +109,21 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
 
     def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
         of_bias = (t.operands.bias, t.dbias) if kind == "cells" else ()
-        return (*t.operands[:3], t.dout, t.dq, *(found for found in of_bias if found is not None))
+        given = (found for found in of_bias if found is not None)
+        return *t.operands[:3], t.dout, t.dq, *given, *t.workspace.hidden.copies  # type: ignore[return-value]
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         work, hidden = t.workspace, t.workspace.hidden
         of_rows = (work.lse_log2, work.delta, work.sums, t.dq, t.operands.alibi_slopes, t.of_slopes)
         of_scores = (hidden.words, hidden.walks, None if kind == "cells" else t.operands.bias)
-        return *of_rows, *t.offsets, *of_scores, t.operands.dropout_seed
+        return *of_rows, *t.offsets, *of_scores, t.operands.dropout_seed, hidden.copies_needed
 
     sources = mapped(tensors)
     plans = [*chain(*_plans(problem, sources[:5], of_keys=(1, 2), steps=(1, 2), step=block_n))]
-    of_bias = [host.bias_plan(source, sources[source], (ROWS, block_n)) for source in range(5, len(sources))]
+    copies = len(sources) - len(tensors.workspace.hidden.copies)
+    of_bias = [host.bias_plan(source, sources[source], (ROWS, block_n)) for source in range(5, copies)]
     plans += [*of_bias, *[None] * (2 - len(of_bias))]
+    plans += _copy_plans(problem, sources, copies, walked=(1, 2), step=block_n)
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
     key_bytes = (problem.head_dim + problem.head_dim_v) * DTYPE_BYTES[problem.dtype]
     statistic_rows = launches.query_tiles(problem, config.block_m) * config.block_m

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
-from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_copies, of_keys, of_queries, of_rows, of_zeros
+from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_keys, of_queries, of_rows, of_zeros
 from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
@@ -55,7 +55,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     if problem.mask_shape is not None:
         zeros = (*zeros, _of_mask(problem, config))
     if problem.bias_shape is not None or problem.mask_shape is not None:
-        zeros = (*zeros, of_copies(_copied_bytes(problem)))
+        zeros = (*zeros, Cost(0, 0, 0, 0, 0, launches=2))  # prepass/zero_unseen.py, which is taken to copy nothing
         needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
         workspace += sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
     if config.is_joint and problem.mask_shape is not None:  # the sums of dQ
@@ -147,12 +147,6 @@ def _of_hidden_by_bias(problem: AttentionProblem) -> Cost:
     read = math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     flags = sum(map(math.prod, shapes))
     return of_rows(blocks, read, flags, flags, 128)
-
-
-def _copied_bytes(problem: AttentionProblem) -> int:
-    """Returns the bytes of the copies of q, k, v and dout in which unseen rows are zeros."""
-    width = problem.head_dim + problem.head_dim_v
-    return DTYPE_BYTES[problem.dtype] * width * (problem.rows * problem.num_heads_q + keys_of(problem))
 
 
 def _of_mask(problem: AttentionProblem, config: Config) -> Cost:

@@ -28,7 +28,7 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     visible,
 )
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, as_stages_of_p, bias_of
-from warpwave.kernels.hopper.flash_bwd.producer import producer
+from warpwave.kernels.hopper.flash_bwd.producer import producer_of_keys
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Results,
@@ -301,12 +301,25 @@ def dkv_kernel(
     dv_map_2,
     dv_map_3,
     bias_map,
+    q_copy_map,
+    q_copy_map_2,
+    q_copy_map_3,
+    k_copy_map,
+    k_copy_map_2,
+    k_copy_map_3,
+    v_copy_map,
+    v_copy_map_2,
+    v_copy_map_3,
+    dout_copy_map,
+    dout_copy_map_2,
+    dout_copy_map_3,
     gradients: KeyGradients,
     schedule: KeySchedule,
     call_options: Options,
     mask: Mask,
     bias: BiasOfCall,
     dropout: Dropout,
+    copies_needed_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -367,11 +380,21 @@ def dkv_kernel(
     seqlen_q = schedule.seqlen_k
     seqlen_k = schedule.seqlen_q
     maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map
+    copies = maps
+    if copies_needed_ptr is not None:
+        copied_q = present(q_copy_map, q_copy_map_2, q_copy_map_3)
+        copied_k = present(k_copy_map, k_copy_map_2, k_copy_map_3)
+        copied_v = present(v_copy_map, v_copy_map_2, v_copy_map_3)
+        copied_dout = present(dout_copy_map, dout_copy_map_2, dout_copy_map_3)
+        copies = copied_q, copied_k, copied_v, copied_dout, lse_map, delta_map
     gl.warp_specialize(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules, False)),
+            (
+                producer_of_keys,
+                (maps, copies, copies_needed_ptr, mask, tiles, gradients, schedule, counter_ptr, heads, rules, False),
+            ),
         ],
         [4, 1],
         [240, 24],

@@ -137,6 +137,19 @@ class Place:
 
 
 @jit
+def producer_of_queries(
+    maps, copies, copies_needed_ptr, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules
+):
+    """Runs `producer` with the maps of the operands, or of their copies if these are needed."""
+    if copies_needed_ptr is None:
+        producer(maps, mask, tiles, offsets, schedule, counter_ptr, rules)
+    elif gl.load(copies_needed_ptr) == 0:
+        producer(maps, mask, tiles, offsets, schedule, counter_ptr, rules)
+    else:
+        producer(copies, mask, tiles, offsets, schedule, counter_ptr, rules)
+
+
+@jit
 def producer(maps, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules):
     """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
     q_maps, k_maps, v_maps, dout_maps = maps
@@ -392,12 +405,25 @@ def dq_kernel(
     dq_map_3,
     bias_map,
     dbias_map,
+    q_copy_map,
+    q_copy_map_2,
+    q_copy_map_3,
+    k_copy_map,
+    k_copy_map_2,
+    k_copy_map_3,
+    v_copy_map,
+    v_copy_map_2,
+    v_copy_map_3,
+    dout_copy_map,
+    dout_copy_map_2,
+    dout_copy_map_3,
     of_queries: OfQueries,
     schedule: Schedule,
     call_options: Options,
     mask: Mask,
     bias: BiasOfCall,
     dropout: Dropout,
+    copies_needed_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
     STAGES_V: gl.constexpr,
@@ -446,12 +472,22 @@ def dq_kernel(
         mbarrier.init(box.full.index(i), count=1)
         mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
+    maps = q_maps, k_maps, v_maps, dout_maps
+    copies = maps
+    if copies_needed_ptr is not None:
+        copied_q = present(q_copy_map, q_copy_map_2, q_copy_map_3)
+        copied_k = present(k_copy_map, k_copy_map_2, k_copy_map_3)
+        copied_v = present(v_copy_map, v_copy_map_2, v_copy_map_3)
+        copies = copied_q, copied_k, copied_v, present(dout_copy_map, dout_copy_map_2, dout_copy_map_3)
     place = Place(of_queries, present(dq_map, dq_map_2, dq_map_3), schedule.num_heads, schedule.seqlen_q)
     gl.warp_specialize(
         [
             (consumer, (0, place, mask, tiles, schedule, rules, HEAD_DIM)),
             (consumer, (1, place, mask, tiles, schedule, rules, HEAD_DIM)),
-            (producer, ((q_maps, k_maps, v_maps, dout_maps), mask, tiles, of_queries, schedule, counter_ptr, rules)),
+            (
+                producer_of_queries,
+                (maps, copies, copies_needed_ptr, mask, tiles, of_queries, schedule, counter_ptr, rules),
+            ),
         ],
         [4, 1],
         [240, 24],

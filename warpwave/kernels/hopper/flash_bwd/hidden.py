@@ -20,6 +20,8 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
     Args:
         keys: of a step in the launch of dQ.
     """
+    # Launches that split float32 operands read the copies in any case.
+    copies_needed = None if problem.dtype == "float32" else ((1,), torch.int8)
     words: list[Need | None] = [None] * 4
     flags: list[Need | None] = [None] * 4
     if problem.mask_shape is not None:
@@ -34,12 +36,12 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
     of_keys = (problem.batch, problem.seqlen_k, problem.num_heads_kv)
     shapes = [(*of_queries, problem.head_dim), (*of_keys, problem.head_dim)]
     shapes += [(*of_keys, problem.head_dim_v), (*of_queries, problem.head_dim_v)]
-    return [*words, *flags, *((shape, dtype) for shape in shapes)]
+    return [*words, *flags, copies_needed, *((shape, dtype) for shape in shapes)]
 
 
 def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches: they pack the mask, list the steps of blocks, flag the queries and keys that mask and bias
-    do not hide entirely, and copy the operands with zeros for the others."""
+    do not hide entirely, and copy the operands with zeros for the others if their numbers require it."""
     found, operands, hidden = [], tensors.operands, tensors.workspace.hidden
     if problem.bias_shape is not None:
         assert operands.bias is not None and hidden.bias_queries is not None and hidden.bias_keys is not None
@@ -54,17 +56,17 @@ def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[S
         for transposed, of in lists.items():
             given = partial(_words_and_walks, transposed=transposed)
             found.append(Step(mask_steps.specify(of, *given(tensors)), given))
-    group = problem.num_heads_q // problem.num_heads_kv
-    for given, heads in ((_queries, 1), (_keys, group)):
-        first, second, *copies, of_mask, of_bias_ = given(tensors)
-        found.append(Step(zero_unseen.specify((first, second), tuple(copies), (of_mask, of_bias_), heads), given))
+    copying = zero_unseen.specify(_queries(tensors), _keys(tensors), hidden.copies_needed)
+    found += [Step(of, _tokens_and_copies) for of in copying]
     return found
 
 
-def without_unseen(tensors: Tensors) -> Tensors:
-    """Returns the tensors of a call with the copies of the operands."""
+def as_read(tensors: Tensors) -> Tensors:
+    """Returns the tensors of a call as the launches of the gradients read them: in float32 with the copies of the
+    operands."""
     hidden = tensors.workspace.hidden
-    assert hidden.dout is not None
+    if hidden.copies_needed is not None or hidden.dout is None:
+        return tensors
     operands = tensors.operands._replace(q=hidden.q, k=hidden.k, v=hidden.v)
     return tensors._replace(operands=operands, dout=hidden.dout)
 
@@ -100,11 +102,21 @@ def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
     return t.operands.bias, t.workspace.hidden.bias_queries, t.workspace.hidden.bias_keys
 
 
-def _queries(t: Tensors) -> tuple[Any, ...]:
-    hidden = t.workspace.hidden
-    return t.operands.q, t.dout, hidden.q, hidden.dout, hidden.mask_queries, hidden.bias_queries
+def _tokens_and_copies(t: Tensors) -> tuple[Any, ...]:
+    return *_queries(t).flat, *_keys(t).flat, t.workspace.hidden.copies_needed
 
 
-def _keys(t: Tensors) -> tuple[Any, ...]:
+def _queries(t: Tensors) -> zero_unseen.Tensors:
     hidden = t.workspace.hidden
-    return t.operands.k, t.operands.v, hidden.k, hidden.v, hidden.mask_keys, hidden.bias_keys
+    assert hidden.q is not None and hidden.dout is not None
+    return zero_unseen.Tensors(
+        (t.operands.q, t.dout), (hidden.q, hidden.dout), (hidden.mask_queries, hidden.bias_queries)
+    )
+
+
+def _keys(t: Tensors) -> zero_unseen.Tensors:
+    hidden = t.workspace.hidden
+    assert hidden.k is not None and hidden.v is not None
+    return zero_unseen.Tensors(
+        (t.operands.k, t.operands.v), (hidden.k, hidden.v), (hidden.mask_keys, hidden.bias_keys)
+    )

@@ -41,7 +41,7 @@ from warpwave.kernels.hopper.flash_bwd.joint_steps import (
     no_gradient,
     step,
 )
-from warpwave.kernels.hopper.flash_bwd.producer import producer
+from warpwave.kernels.hopper.flash_bwd.producer import producer_of_keys
 from warpwave.kernels.hopper.flash_bwd.steps import (
     Heads,
     Results,
@@ -453,6 +453,14 @@ def joint_kernel(
     dk_map,
     dv_map,
     bias_map,
+    q_copy_map,
+    q_copy_map_2,
+    k_copy_map,
+    k_copy_map_2,
+    v_copy_map,
+    v_copy_map_2,
+    dout_copy_map,
+    dout_copy_map_2,
     gradients: KeyGradients,
     schedule: KeySchedule,
     call_options: Options,
@@ -460,6 +468,7 @@ def joint_kernel(
     mask: Mask,
     bias: BiasOfCall,
     turns_ptr,
+    copies_needed_ptr,
     counter_ptr,
     STAGES: gl.constexpr,
     STAGES_DOUT: gl.constexpr,
@@ -472,7 +481,7 @@ def joint_kernel(
 ):
     """Processes blocks of 128 keys of one kv head until the counter is exhausted. Tensor maps have the axes (batch,
     head, row, column), one for each piece of a row, absent ones None; those of statistics (batch * head, row), that of
-    dQ's sums (line, LINE). In the schedule keys take the place of queries (band.work_on_keys).
+    dQ's sums (line, LINE). The operands have copies under a mask or a bias (prepass/zero_unseen.py). In the schedule keys take the place of queries (band.work_on_keys).
     """
     rules = Rules(call_options, of_call(dropout))
     heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
@@ -536,11 +545,21 @@ def joint_kernel(
     seqlen_q = schedule.seqlen_k
     seqlen_k = schedule.seqlen_q
     maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map
+    copies = maps
+    if copies_needed_ptr is not None:
+        copied_q = present(q_copy_map, q_copy_map_2, None)
+        copied_k = present(k_copy_map, k_copy_map_2, None)
+        copied_v = present(v_copy_map, v_copy_map_2, None)
+        copied_dout = present(dout_copy_map, dout_copy_map_2, None)
+        copies = copied_q, copied_k, copied_v, copied_dout, lse_map, delta_map
     gl.warp_specialize(
         [
             (consumer, (0, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
             (consumer, (1, results, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules, True)),
+            (
+                producer_of_keys,
+                (maps, copies, copies_needed_ptr, mask, tiles, gradients, schedule, counter_ptr, heads, rules, True),
+            ),
             (adder, (0, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules, HAS_PARTS)),
             (adder, (1, dq_map, turns, mask, tiles, seqlen_q, seqlen_k, heads, rules, HAS_PARTS)),
         ],

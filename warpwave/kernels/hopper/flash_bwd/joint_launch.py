@@ -39,30 +39,41 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
 
 
 def _plans(
-    problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor], has_bias: bool
+    problem: AttentionProblem, config: Config, sources: Sequence[torch.Tensor], has_bias: bool, copies: int
 ) -> list[MapPlan | None]:
-    """Returns the tensor maps of `sources`, in the kernel's order, None for absent ones. Those of Q and dO end with the
-    last query that sees a key, those of K and V with the last visible key."""
-    plans: list[MapPlan | None] = []
-    pieces_qk, pieces_v = tile_pieces(problem)
-    for source, tensor in enumerate(sources[:4]):  # q, k, v, dout
-        of_keys = source in (1, 2)
-        end = host.keys_end(problem) if of_keys else launches.queries_end(problem)
-        shape, strides = host.seen(tensor, problem.packed, end)
-        block_rows = config.block_n if of_keys else config.block_m
-        pieces = pieces_qk if source < 2 else pieces_v
-        plans += [MapPlan(source, shape, strides, (1, 1, block_rows, width)) for width in pieces]
-        plans += [None] * (2 - len(pieces))
+    """Returns the tensor maps of `sources`, the last of which are `copies` (launches.Hidden), in the kernel's order,
+    None for absent ones. Those of Q and dO end with the last query that sees a key, those of K and V with the last
+    visible key."""
+    end = len(sources) - copies
+    plans = _operand_plans(problem, config, sources[:4], 0)
     plans += [launches.statistic_plan(source, sources[source], config.block_m) for source in (4, 5)]
     sums = sources[6]
     lines = GROUP_ROWS * min(chain(*dq_shares(problem, config))) // joint_steps.LINE.value
     plans.append(MapPlan(6, tuple(sums.shape), tuple(sums.stride()), (lines, sums.shape[1]), is_swizzled=False))
     of_bias = host.bias_plan(7, sources[7], (config.block_m, config.block_n)) if has_bias else None
     stored: list[MapPlan | None] = []
-    for source in range(7 + has_bias, len(sources)):
+    for source in range(7 + has_bias, end):
         shape, strides = host.seen(sources[source], problem.packed, host.keys_end(problem))
         stored.append(MapPlan(source, shape, strides, (1, 1, joint_steps.GROUP_KEYS.value, joint_steps.COLUMNS.value)))
-    return [*plans, *(stored or [None, None]), of_bias]
+    of_copies = _operand_plans(problem, config, sources[end:], end) if copies else [None] * 8
+    return [*plans, *(stored or [None, None]), of_bias, *of_copies]
+
+
+def _operand_plans(
+    problem: AttentionProblem, config: Config, tensors: Sequence[torch.Tensor], first: int
+) -> list[MapPlan | None]:
+    """Returns the tensor maps of q, k, v and dout, whose sources are numbered from `first` on."""
+    plans: list[MapPlan | None] = []
+    pieces_qk, pieces_v = tile_pieces(problem)
+    for place, tensor in enumerate(tensors):
+        of_keys = place in (1, 2)
+        end = host.keys_end(problem) if of_keys else launches.queries_end(problem)
+        shape, strides = host.seen(tensor, problem.packed, end)
+        block_rows = config.block_n if of_keys else config.block_m
+        pieces = pieces_qk if place < 2 else pieces_v
+        plans += [MapPlan(first + place, shape, strides, (1, 1, block_rows, width)) for width in pieces]
+        plans += [None] * (2 - len(pieces))
+    return plans
 
 
 def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> Step:
@@ -74,16 +85,17 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
         of_bias = (t.operands.bias,) if kind == "cells" else ()
         stored = () if has_splits else (t.dk, t.dv)
         work = t.workspace
-        return *t.operands[:3], t.dout, work.lse_log2, work.delta, work.dq_sums, *of_bias, *stored
+        statistics = work.lse_log2, work.delta
+        return *t.operands[:3], t.dout, *statistics, work.dq_sums, *of_bias, *stored, *work.hidden.copies
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         work, hidden = t.workspace, t.workspace.hidden
         of_call = t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed
         of_scores = hidden.words_transposed, hidden.walks_transposed, None if kind == "cells" else t.operands.bias
-        return *t.of_keys, *of_call, *of_scores, work.turns
+        return *t.of_keys, *of_call, *of_scores, work.turns, hidden.copies_needed
 
     sources = mapped(tensors)
-    plans = _plans(problem, config, sources, kind == "cells")
+    plans = _plans(problem, config, sources, kind == "cells", len(tensors.workspace.hidden.copies))
     scalars = launches.of_keys(problem, tensors, config, _bytes_of_query(problem, config))
     pieces, pieces_v = product_pieces(problem)
     of = launch.Launch(

@@ -34,6 +34,7 @@ class Hidden(NamedTuple):
         walks, walks_transposed: lists of the steps of blocks of queries, and of blocks of keys.
         mask_queries, mask_keys, bias_queries, bias_keys: int8 flags of what mask and bias do not hide entirely, zeros
             before the launches.
+        copies_needed: int8, 0 before the launches: whether they read the copies below. None in float32, where they do.
         q, k, v, dout: copies with zeros for what is hidden entirely.
     """
 
@@ -45,6 +46,7 @@ class Hidden(NamedTuple):
     mask_keys: torch.Tensor | None = None
     bias_queries: torch.Tensor | None = None
     bias_keys: torch.Tensor | None = None
+    copies_needed: torch.Tensor | None = None
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
@@ -52,8 +54,13 @@ class Hidden(NamedTuple):
 
     @property
     def flags(self) -> list[torch.Tensor]:
-        """Returns the flags that there are."""
-        return [flags for flags in self[4:8] if flags is not None]
+        """Returns the int8 flags that there are."""
+        return [flags for flags in self[4:9] if flags is not None]
+
+    @property
+    def copies(self) -> tuple[torch.Tensor, ...]:
+        """Returns the copies if the launches of the gradients choose between them and the originals."""
+        return () if self.copies_needed is None else self[9:]  # type: ignore[return-value]
 
 
 class Workspace(NamedTuple):

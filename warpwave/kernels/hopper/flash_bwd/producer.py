@@ -10,6 +10,20 @@ from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
 
 
 @jit
+def producer_of_keys(
+    maps, copies, copies_needed_ptr, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr,
+    heads, rules, TILES_FIRST: gl.constexpr,
+):  # fmt: skip
+    """Runs `producer` with the maps of the operands, or of their copies if these are needed."""
+    if copies_needed_ptr is None:
+        producer(maps, mask, tiles, offsets, schedule, counter_ptr, heads, rules, TILES_FIRST)
+    elif gl.load(copies_needed_ptr) == 0:
+        producer(maps, mask, tiles, offsets, schedule, counter_ptr, heads, rules, TILES_FIRST)
+    else:
+        producer(copies, mask, tiles, offsets, schedule, counter_ptr, heads, rules, TILES_FIRST)
+
+
+@jit
 def producer(
     maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules,
     TILES_FIRST: gl.constexpr,

@@ -124,13 +124,13 @@ def statistics_kernel(
     inside = (first + lanes < q_end) & (tile >= 0)
     rows = (begin + first + lanes).to(tl.int64)
     dims = tl.arange(0, WIDTH_V)
-    # What arrives at a query that sees nothing must have no effect, NaN included.
+    # What arrives at a query that sees nothing must have no effect, NaN included. With a mask, its output is 0.
     cells = (inside & (first + lanes >= q_seen))[:, None] & (dims < HEAD_DIM_V)[None, :]
     out_ptr += item * strides_o.b + head * strides_o.h
     dout_ptr += item * strides_g.b + head * strides_g.h
     out = tl.load(out_ptr + rows[:, None] * strides_o.m + dims[None, :] * strides_o.d, mask=cells, other=0.0)
     dout = tl.load(dout_ptr + rows[:, None] * strides_g.m + dims[None, :] * strides_g.d, mask=cells, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    delta = tl.sum(tl.where(out == 0.0, 0.0, out.to(tl.float32) * dout.to(tl.float32)), 1)
     sums = tl.zeros([BLOCK_M], tl.float32)
     if dlse_ptr is not None:
         dlse = tl.load(
