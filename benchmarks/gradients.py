@@ -49,7 +49,7 @@ SDPA = {
 }
 OURS = ("warpwave", "deterministic")
 BIASES = ("bias", "trained bias")
-BESIDE_TEXT = ("", "padding", "mask")
+MASKS = ("", "padding", "mask")
 WRONG = 0.05  # a relative difference from our gradients that no rounding explains; such a peer is timed, not compared
 SHAPES = ((16, 1024), (4, 4096), (1, 16384))
 DRAWN = 40
@@ -451,31 +451,31 @@ def few() -> list[Row]:
         Row(64, 256, 16, heads=12, keys=197),
         Row(64, 2, 8, heads=8, keys=1024),
         *(Row(32, 16, 100, heads=8, keys=850, dtype=half, beside=beside) for beside in ("", "padding")),
-        *(Row(32, 8, 100, heads=8, keys=16384, dtype=half, beside=beside) for beside in ("", "padding", "mask")),
-        *(Row(64, 16, 64, heads=8, keys=1601, beside=beside) for beside in ("", "padding")),
-        *(Row(96, 4, 64, heads=16, keys=729, beside=beside) for beside in ("", "padding")),
-        *(Row(128, 64, 16, heads=16, keys=576, beside=beside) for beside in ("", "padding")),
-        *(Row(128, 64, 64, heads=16, keys=512, beside=beside) for beside in ("", "padding")),
-        *(Row(128, 1, 64, heads=8, keys=4096, beside=beside) for beside in ("", "padding")),
-        *(Row(256, 8, 32, heads=8, keys=2048, beside=beside) for beside in ("", "padding")),
+        *(Row(32, 8, 100, heads=8, keys=16384, dtype=half, beside=beside) for beside in MASKS),
+        *(Row(64, 16, 64, heads=8, keys=1601, beside=beside) for beside in MASKS),
+        *(Row(96, 4, 64, heads=16, keys=729, beside=beside) for beside in MASKS),
+        *(Row(128, 64, 16, heads=16, keys=576, beside=beside) for beside in MASKS),
+        *(Row(128, 64, 64, heads=16, keys=512, beside=beside) for beside in MASKS),
+        *(Row(128, 1, 64, heads=8, keys=4096, beside=beside) for beside in MASKS),
+        *(Row(256, 8, 32, heads=8, keys=2048, beside=beside) for beside in MASKS),
         # Stable Diffusion on text, with and without padding; IP-Adapter, PVT, text encoders of 120 tokens.
-        *(Row(40, 4, 4096, heads=8, keys=77, dtype=half, beside=beside) for beside in BESIDE_TEXT),
-        *(Row(80, 4, 1024, heads=8, keys=77, dtype=half, beside=beside) for beside in BESIDE_TEXT),
+        *(Row(40, 4, 4096, heads=8, keys=77, dtype=half, beside=beside) for beside in MASKS),
+        *(Row(80, 4, 1024, heads=8, keys=77, dtype=half, beside=beside) for beside in MASKS),
         Row(160, 4, 256, heads=8, keys=77, dtype=half),
         Row(40, 4, 4096, heads=8, keys=4, dtype=half),
         Row(64, 32, 3136, heads=1, keys=49),
         Row(64, 32, 784, heads=2, keys=49),
         *(Row(64, 8, 2048, heads=8, keys=64, beside=beside) for beside in ("", "padding")),
-        *(Row(72, 4, 1024, heads=16, keys=120, beside=beside) for beside in BESIDE_TEXT),
+        *(Row(72, 4, 1024, heads=16, keys=120, beside=beside) for beside in MASKS),
         Row(128, 8, 1024, heads=16, keys=32),
         Row(128, 8, 1024, heads=32, kv_heads=8, keys=32),
         # Of other sizes.
-        *(Row(48, 4, 1024, heads=16, keys=100, beside=beside) for beside in BESIDE_TEXT),
+        *(Row(48, 4, 1024, heads=16, keys=100, beside=beside) for beside in MASKS),
         Row(112, 4, 1024, heads=16, keys=64),
         Row(144, 4, 1024, heads=12, keys=80),
         Row(24, 16, 50, heads=8, keys=1000),
         Row(80, 16, 20, heads=16, keys=600),
-        *(Row(192, 8, 16, heads=8, keys=1024, beside=beside) for beside in ("", "padding")),
+        *(Row(192, 8, 16, heads=8, keys=1024, beside=beside) for beside in MASKS),
     ]
 
 

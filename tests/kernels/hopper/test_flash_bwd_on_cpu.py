@@ -114,6 +114,7 @@ DROPPED: dict[str, dict[str, Any]] = {
 MASKED: dict[str, dict[str, Any]] = {
     "mask": {"mask": "full", "sinks": True},
     "mask of keys, causal": {"mask": "keys", "causal": "bottom_right", "lengths": (330, 150), "heads": (2, 1)},
+    "mask of keys": {"mask": "keys", "heads": (4, 2), "batch": 2, "sinks": True},
     "mask of rows, window": {"mask": "rows", "window": (300, 5), "lengths": (400, 600), "softcap": 15.0},
     "mask of a head, alibi": {"mask": "full", "heads": (4, 2), "alibi": "heads", "batch": 2, "causal": "top_left"},
 }
@@ -126,8 +127,8 @@ UNSEEN = [torch.nan, 60000.0]
 def judge(
     call: Call, of_unseen: float | None = None, more: bool = True, config: int = -1, deterministic: bool = True
 ) -> None:
-    """Judges the gradients, unless told otherwise by launches apart; with `of_unseen`, if given, in keys and values that
-    no query sees, and in queries that see nothing."""
+    """Judges the gradients, unless told otherwise by launches apart; with `of_unseen`, if given, in keys and values
+    that no query sees, and in queries that see nothing."""
     q, k, v = call.operands[:3]
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(2)).to(q.dtype)
     references = backward_references(call.problem, call.operands, dout, None)

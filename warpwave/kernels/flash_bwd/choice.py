@@ -177,7 +177,7 @@ def _in_parts(call: Call, tile: Tile) -> Config:
 
 
 ONE_SIDE = "2026-11-29-h200-one-side-gradients.json"
-IN_PADDING = " (2026-11-30-h200-padding.json)"
+MASKED = " (2026-11-30-h200-masked-gradients.json)"
 JOINT = "2026-11-29-h200-joint-gradients.json"
 FLOAT32 = "2026-11-29-h200-float32-masks.json"
 # The tiles of a call without mask or bias. What was not measured compiles without spills, or with the fewest.
@@ -203,52 +203,55 @@ RULES: tuple[Rule[Any], ...] = (
         "Hopper, 16 bits, head_dim up to 64, at most 64 queries on more than 128 keys",
         lambda c: c.may_walk("keys") and c.bucket == 0 and c.problem.seqlen_q <= 64,
         (_walking_keys(64, 4, 3),),
-        "1.7 to 4.9 times as fast as hopper/flash_bwd in seven calls; with padding 2.3 to 3.9 in six" + IN_PADDING,
+        "1.7 to 4.9 times as fast as hopper/flash_bwd in seven calls; with padding 2.4 to 5.8 in seven, with a mask of "
+        "each query 1.35 to 3.6" + MASKED,
         ONE_SIDE,
     ),
     Rule(
         "Hopper, 16 bits, head_dim up to 32, 65 to 128 queries on more than 128 keys, no mask of each query",
         lambda c: c.may_walk("keys") and not c.has_mask_of_queries and c.width <= 32 and c.problem.seqlen_q <= 128,
         (_walking_keys(128, 8, 3),),
-        "1.79 and 1.48 times as fast as hopper/flash_bwd; with padding 2.58 and 1.51, with a mask 0.91 and 1.14"
-        + IN_PADDING,
+        "1.79 and 1.48 times as fast as hopper/flash_bwd; with padding 2.32 and 1.25, with a mask 0.75 and 1.01"
+        + MASKED,
         ONE_SIDE,
     ),
     Rule(
         "Hopper, 16 bits, head_dim 65 to 128, at most 32 queries on more than 128 keys",
         lambda c: c.may_walk("keys") and c.bucket == 1 and c.problem.seqlen_q <= 32,
         (_walking_keys(32, 4, 3),),
-        "1.06 and 1.60 times as fast as hopper/flash_bwd, 1.99 with padding",
+        "1.06 and 1.60 times as fast as hopper/flash_bwd; with padding 1.35 and 1.70, with a mask 1.09 and 1.52"
+        + MASKED,
         ONE_SIDE,
     ),
     Rule(
-        "Hopper, 16 bits, head_dim 65 to 128, 33 to 64 queries on more than 128 keys, no mask of each query",
-        lambda c: c.may_walk("keys") and not c.has_mask_of_queries and c.bucket == 1 and c.problem.seqlen_q <= 64,
+        "Hopper, 16 bits, head_dim 65 to 128, 33 to 64 queries on more than 128 keys",
+        lambda c: c.may_walk("keys") and c.bucket == 1 and c.problem.seqlen_q <= 64,
         (_walking_keys(128, 8, 2),),
-        "1.09 to 1.15 times as fast as hopper/flash_bwd in three calls; with padding 1.02 to 1.66, with a mask 0.87 to "
-        "1.18" + IN_PADDING,
+        "1.09 to 1.15 times as fast as hopper/flash_bwd in three calls; with padding 1.08 to 2.12, with a mask 1.05 to "
+        "1.53" + MASKED,
         ONE_SIDE,
     ),
     Rule(
-        "Hopper, 16 bits, head_dim above 128, at most 32 queries on more than 128 keys, no mask of each query",
-        lambda c: c.may_walk("keys") and not c.has_mask_of_queries and c.problem.seqlen_q <= 32,
+        "Hopper, 16 bits, head_dim above 128, at most 32 queries on more than 128 keys",
+        lambda c: c.may_walk("keys") and c.problem.seqlen_q <= 32,
         (_walking_keys(64, 8, 2),),
-        "1.75 and 1.79 times as fast as hopper/flash_bwd at 256 and 192; with padding 1.02 and 1.34, with a mask 0.97 "
-        "and 1.29" + IN_PADDING,
+        "1.75 and 1.79 times as fast as hopper/flash_bwd at 256 and 192; with padding 1.77 and 2.16, with a mask 1.58 "
+        "and 2.02" + MASKED,
         ONE_SIDE,
     ),
     Rule(
         "Hopper, 16 bits, head_dim up to 64, more than 128 queries on at most 16 keys",
         lambda c: c.may_walk("queries") and c.bucket == 0 and c.problem.seqlen_k <= 16,
         (_walking_queries(32, 4, 2),),
-        "1.87 and 2.05 times as fast as hopper/flash_bwd",
+        "1.87 and 2.05 times as fast as hopper/flash_bwd; with padding or a mask 1.5 to 2.9 in four calls" + MASKED,
         ONE_SIDE,
     ),
     Rule(
         "Hopper, 16 bits, more than 128 queries, on 17 to 64 keys at head_dim up to 64, on at most 32 keys to 128",
         lambda c: c.may_walk("queries") and c.problem.seqlen_k <= (64, 32, 0)[c.bucket],
         (_walking_queries(64, 4, 1),),
-        "1.38 to 1.85 times as fast as hopper/flash_bwd in five calls, 2.16 with padding; at 112 on 64 keys 0.95",
+        "1.38 to 1.85 times as fast as hopper/flash_bwd in five calls, at 112 on 64 keys 0.95; with padding or a mask "
+        "1.2 to 3.4 in eight" + MASKED,
         ONE_SIDE,
     ),
     Rule(
@@ -256,7 +259,7 @@ RULES: tuple[Rule[Any], ...] = (
         lambda c: c.may_walk("queries") and c.is_between and c.problem.seqlen_k <= 128,
         (_walking_queries(64, 8, 2),),
         "1.05 to 1.25 times as fast as hopper/flash_bwd in four calls, at 64 and 128 0.81 to 0.92, at 144 0.82; with "
-        "padding 1.13 to 2.31, with a mask 1.04 to 2.01" + IN_PADDING,
+        "padding 1.5 to 2.3, with a mask 1.25 to 2.0" + MASKED,
         ONE_SIDE,
     ),
     Rule(

@@ -35,6 +35,7 @@ class Options(NamedTuple):
     HAS_SOFTCAP: gl.constexpr
     IS_VARLEN: gl.constexpr
     HAS_MASK: gl.constexpr
+    MASK_PER_STEP: gl.constexpr  # launches.mask_per_step
     BIAS: gl.constexpr  # host.bias_kind
 
 

@@ -141,7 +141,7 @@ def producer_of_queries(
     maps, copies, copies_needed_ptr, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules
 ):
     """Runs `producer` with the maps of the operands, or of their copies if these are needed."""
-    if copies_needed_ptr is None:
+    if copies_needed_ptr is None:  # noqa: SIM114 (known when compiled, and the other is not)
         producer(maps, mask, tiles, offsets, schedule, counter_ptr, rules)
     elif gl.load(copies_needed_ptr) == 0:
         producer(maps, mask, tiles, offsets, schedule, counter_ptr, rules)

@@ -117,6 +117,4 @@ def _queries(t: Tensors) -> zero_unseen.Tensors:
 def _keys(t: Tensors) -> zero_unseen.Tensors:
     hidden = t.workspace.hidden
     assert hidden.k is not None and hidden.v is not None
-    return zero_unseen.Tensors(
-        (t.operands.k, t.operands.v), (hidden.k, hidden.v), (hidden.mask_keys, hidden.bias_keys)
-    )
+    return zero_unseen.Tensors((t.operands.k, t.operands.v), (hidden.k, hidden.v), (hidden.mask_keys, hidden.bias_keys))

@@ -50,13 +50,13 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     has_parts,
     hide_rows_behind,
     is_of_split,
+    listed_step,
     mask_lines,
     mask_words,
     meet,
     place_of_step,
     row_of,
     slope_of,
-    step_of,
     store_rows_of_pieces,
     stream_of,
     times,
@@ -165,7 +165,7 @@ def adder(
         for i in range(steps):
             if n % ADDERS == WARP:
                 if rules.HAS_MASK:
-                    head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
+                    head, row_first = listed_step(walk, i, work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
                 else:
                     head, tile = place_of_step(first_step + i, work, span, heads, True)
@@ -371,10 +371,15 @@ def walk_list(dk, dv, tiles, work, n, dropout_key, results, mask: Mask, GROUP: g
     key_first = block_first + GROUP * GROUP_KEYS
     walk = walk_of(mask, work, block_first // rules.BLOCK_N, rules)
     lines = mask_lines(mask, work, key_first, work.seqlen_k, GROUP_KEYS, rules)
+    of_block = gl.to_tensor(0)
+    if not rules.MASK_PER_STEP:
+        of_block = mask_words(mask, lines, work.head * heads.group_size, gl.to_tensor(0), rules.BLOCK_M, rules)
     steps = gl.load(walk)
     for i in range(steps):
-        head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
-        words = mask_words(mask, lines, head, row_first, rules.BLOCK_M, rules)
+        head, row_first = listed_step(walk, i, work, heads, rules)
+        words = of_block
+        if rules.MASK_PER_STEP:
+            words = mask_words(mask, lines, head, row_first, rules.BLOCK_M, rules)
         words = hide_rows_behind(words, key_first, work.seqlen_k, rules)  # beside K of zeros, P might be infinite
         slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
         rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
@@ -481,7 +486,8 @@ def joint_kernel(
 ):
     """Processes blocks of 128 keys of one kv head until the counter is exhausted. Tensor maps have the axes (batch,
     head, row, column), one for each piece of a row, absent ones None; those of statistics (batch * head, row), that of
-    dQ's sums (line, LINE). The operands have copies under a mask or a bias (prepass/zero_unseen.py). In the schedule keys take the place of queries (band.work_on_keys).
+    dQ's sums (line, LINE). The operands have copies under a mask or a bias (prepass/zero_unseen.py). In the schedule
+    keys take the place of queries (band.work_on_keys).
     """
     rules = Rules(call_options, of_call(dropout))
     heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)

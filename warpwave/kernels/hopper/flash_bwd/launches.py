@@ -288,6 +288,15 @@ def of_mask(problem: AttentionProblem, tensors: Tensors, transposed: bool) -> li
     return [*mask_bits.packed(problem, transposed).word_strides, *arguments.broadcast_strides(walks)[:3]]
 
 
+def mask_per_step(problem: AttentionProblem) -> bool:
+    """Returns whether a mask may show different pairs of a key in two steps of a block of keys. Padding does not: a key
+    is shown to all queries of the block's heads or to none, so the block needs no list, and its words once."""
+    if problem.mask_shape is None:
+        return False
+    _, heads, queries, _ = problem.mask_shape
+    return queries > 1 or problem.has_band or (heads > 1 and problem.num_heads_q > problem.num_heads_kv)
+
+
 def constants_of(problem: AttentionProblem) -> dict[str, Any]:
     """Returns the compile-time options of a call that hold for every launch over scores."""
     features = arguments.feature_constants(problem)
@@ -297,6 +306,7 @@ def constants_of(problem: AttentionProblem) -> dict[str, Any]:
         "HAS_SOFTCAP": features["HAS_SOFTCAP"],
         "IS_VARLEN": problem.packed,
         "HAS_MASK": problem.mask_shape is not None,
+        "MASK_PER_STEP": mask_per_step(problem),
     }
 
 

@@ -3,7 +3,7 @@
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, work_on_keys
 from warpwave.kernels.hopper.flash_bwd.bias import bytes_of, load_bias
-from warpwave.kernels.hopper.flash_bwd.steps import has_parts, load_rows, place_of_step, step_of, walk_of
+from warpwave.kernels.hopper.flash_bwd.steps import has_parts, listed_step, load_rows, place_of_step, walk_of
 from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import first_column, tile_bytes
 from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
@@ -15,7 +15,7 @@ def producer_of_keys(
     heads, rules, TILES_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Runs `producer` with the maps of the operands, or of their copies if these are needed."""
-    if copies_needed_ptr is None:
+    if copies_needed_ptr is None:  # noqa: SIM114 (known when compiled, and the other is not)
         producer(maps, mask, tiles, offsets, schedule, counter_ptr, heads, rules, TILES_FIRST)
     elif gl.load(copies_needed_ptr) == 0:
         producer(maps, mask, tiles, offsets, schedule, counter_ptr, heads, rules, TILES_FIRST)
@@ -69,7 +69,7 @@ def producer(
                 steps = gl.load(walk)
             for i in range(steps):
                 if rules.HAS_MASK:
-                    head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
+                    head, row_first = listed_step(walk, i, work, heads, rules)
                     down = row_first - band.q_begin
                 else:
                     head, tile = place_of_step(first_step + i, work, span, heads, TILES_FIRST)

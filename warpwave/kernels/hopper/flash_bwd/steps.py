@@ -180,6 +180,17 @@ def step_of(listed, work, heads, rules):
 
 
 @jit
+def listed_step(walk, i, work, heads, rules):
+    """Returns the query head and the first query of the i-th step of a list. All steps are listed if they have the same
+    words."""
+    if rules.MASK_PER_STEP:
+        head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
+    else:
+        head, row_first = step_of(i, work, heads, rules)
+    return head, row_first
+
+
+@jit
 def rows_of(stream, n):
     """Returns the pieces of tile n as matrices."""
     return matrices(stream.ring.pieces, n % stream.ring.stages)
