@@ -31,9 +31,10 @@ OF_GRADIENTS = {
     "models": "backward, models",
     "short sequences": "backward, short sequences",
     "few": "backward, few queries or keys",
+    "padded": "backward, padding",
     "steps": "training steps",
 }
-NOT_PEERS = ("warpwave", "deterministic", "none", "tree")
+NOT_PEERS = ("warpwave", "deterministic", "before", "none", "tree")
 
 
 @dataclass(frozen=True)

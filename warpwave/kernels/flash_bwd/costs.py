@@ -150,7 +150,7 @@ def _one_side(problem: AttentionProblem, gpu: Gpu, config: Config, walked: str) 
         smem_bytes=smem,
         smem_margin=0,
         registers=_registers_of_one_side(gpu, tile, widths, walked),
-        loop=f"walks {walked}" + (" under a mask" if problem.mask_shape is not None else ""),
+        loop=f"walks {walked}",
     )
     if not parts:
         return in_turn([main], workspace_bytes=0)
