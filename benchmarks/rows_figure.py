@@ -62,6 +62,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "backward, models": "backward, published models",
         "backward, short sequences": "backward, many short sequences",
         "backward, few queries or keys": "backward, few queries or keys",
+        "backward, padding": "backward, padding",
         "backward, features": "backward, features",
         "backward, biases": "backward with a bias",
         "forward and backward": "forward and backward",

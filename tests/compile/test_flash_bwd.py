@@ -94,22 +94,22 @@ JOINT = {
 # (queries, keys, head_dim, feature) of calls whose blocks walk one side -> bytes of local memory a thread may take.
 ONE_SIDE = {
     (7, 4096, 16, "plain"): 0,
-    (32, 257, 64, "mask"): 128,
-    (64, 1601, 64, "mask"): 720,
+    (32, 257, 64, "mask"): 0,
+    (64, 1601, 64, "mask"): 0,
     (100, 850, 32, "plain"): 128,
-    (100, 850, 32, "mask"): 520,
+    (100, 850, 32, "mask"): 240,
     (16, 576, 128, "dropout"): 0,
     (64, 512, 128, "plain"): 64,
-    (64, 512, 128, "mask"): 760,
+    (64, 512, 128, "mask"): 176,
     (32, 2048, 256, "plain"): 0,
-    (32, 2048, 256, "mask"): 1200,
+    (32, 2048, 256, "mask"): 240,
     (4096, 7, 16, "mask"): 0,
-    (3136, 49, 64, "mask"): 360,
+    (3136, 49, 64, "mask"): 0,
     (1024, 32, 128, "plain"): 256,
     (1024, 16, 72, "plain"): 160,
     (4096, 77, 40, "plain"): 0,
     (1024, 77, 80, "plain"): 288,
-    (1024, 77, 80, "mask"): 1280,
+    (1024, 77, 80, "mask"): 288,
 }
 MOST_COMPILED = 4  # of these in every run
 

@@ -183,8 +183,8 @@ def smem_of_joint(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> int:
 
 def smem_of_one_side(problem: AttentionProblem, gpu: Gpu, tile: Tile, walked: str) -> int:
     """Returns `smem_bytes` of a joint launch that walks keys or queries: what it holds, the tiles in flight, among them
-    out beside q and dO, and what changes its layout: scores, or a gradient and an operand. Under a mask, an operand
-    without unseen rows is there too."""
+    out beside q and dO, and what changes its layout: scores, or a gradient and an operand. Under a mask, K without
+    infinities and NaN is there too."""
     size, widths = DTYPE_BYTES[problem.dtype], total_widths(problem, gpu, tile.block_n)
     score, held, of_step = tile.block_m * tile.block_n, tile.block_m * sum(widths), tile.block_n * sum(widths)
     if walked == "queries":
@@ -196,7 +196,7 @@ def smem_of_one_side(problem: AttentionProblem, gpu: Gpu, tile: Tile, walked: st
     if tile.block_n < WGMMA_ROWS <= tile.block_m:  # dQ is by wgmma, other products are by mma
         changing = max(changing, size * tile.block_m * widest)
     if problem.mask_shape is not None:
-        changing += size * max(tile.block_m, tile.block_n) * max(widths)
+        changing += size * tile.block_n * widths[0]
     return size * (held + tile.num_stages * of_step) + changing + 2 * 1024
 
 
