@@ -164,14 +164,14 @@ BACKWARD = [
         f"{BY_ONE_SIDE}test_more_parts_than_tiles_and_uneven_ones", "3 and 64", "FAIL A peer rule of d",
     ),
     Mutant(
-        "gradients of one side: no second walk", ONE_SIDE,
-        "end = tl.where(repeats, item_end, item_begin)", "end = tl.where(repeats, item_begin, item_begin)",
+        "gradients of one side: queries that see nothing are read", BACKWARD_TILES,
+        'end = tl.where(lse == float("-inf"), 0, row_end)', 'end = tl.where(lse == float("inf"), 0, row_end)',
         f"{BY_ONE_SIDE}test_rows_that_see_nothing", "mask", "bits(",
     ),
     Mutant(
-        "gradients of one side: what is held is not zeroed in the second walk", ONE_SIDE,
-        "                dk = only_where(~repeats, dk)\n", "                dk = only_where(repeats | ~repeats, dk)\n",
-        f"{BY_ONE_SIDE}test_rows_that_see_nothing", "mask and 16x128", "bits(",
+        "gradients of one side: infinities of hidden keys multiplied", "kernels/column_tiles.py",
+        'is_finite = tl.abs(tiles[i]) < float("inf")', 'is_finite = tl.abs(tiles[i]) <= float("inf")',
+        f"{BY_ONE_SIDE}test_keys_that_no_query_sees_may_hold_anything", "inf", "bits(",
     ),
     Mutant(
         "gradients of one side: dropout of the first rows in every tile", ONE_SIDE,

@@ -319,7 +319,22 @@ HOPPER_BACKWARD = [
     Mutant(
         "bias on Hopper: NaN of keys that it hides multiplied", "kernels/prepass/bias_seen.py",
         "seen = tl.max(shown, 0).to(tl.int8)", "seen = tl.max(shown + 1, 0).to(tl.int8)",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_behind_a_bias_goes_nowhere", "", "FAIL",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_what_a_bias_hides_goes_nowhere", "", "FAIL",
+    ),
+    Mutant(
+        "mask on Hopper: only the first tensor of a side is checked", "kernels/prepass/zero_unseen.py",
+        "large = tl.max(_are_large(first) | _are_large(second)) != 0", "large = tl.max(_are_large(first)) != 0",
+        "../kernels/test_zero_unseen.py::test_a_large_number_of_any_operand_is_found", "nan", "assert False == (nan",
+    ),
+    Mutant(
+        "mask on Hopper: copies are never read", "kernels/hopper/flash_bwd/producer.py",
+        "elif gl.load(copies_needed_ptr) == 0:", "elif gl.load(copies_needed_ptr) >= 0:",
+        MASKS_ON_CPU, "40 and alibi and nan", "FAIL",
+    ),
+    Mutant(
+        "mask on Hopper: padding of one head for a group", "kernels/hopper/flash_bwd/launches.py",
+        "(heads > 1 and problem.num_heads_q > problem.num_heads_kv)", "(heads > 1 and False)",
+        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_padding_of_each_head_on_a_cpu", "4", "FAIL",
     ),
     Mutant(
         "mask on Hopper: last step of each block lost", "kernels/prepass/mask_steps.py",

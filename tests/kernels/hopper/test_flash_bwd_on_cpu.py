@@ -152,6 +152,17 @@ def test_masks_on_a_cpu(features: str, of_unseen: float, dims: tuple[int, int], 
     judge(call, of_unseen, more=False, config=config, deterministic=config == -1)
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=str)
+def test_padding_of_each_head_on_a_cpu(heads: tuple[int, int]) -> None:
+    """A block of keys reads its words once, unless the heads of a group differ."""
+    call = cases.build(replace(SHORT, dims=(64, 40), heads=heads, batch=2, mask="keys", lse=False), "normal", CPU)
+    lengths = torch.arange(20, 20 + 40 * 2 * heads[0], 40).view(2, heads[0], 1, 1)
+    mask = torch.arange(330) < lengths
+    judge(call._replace(
+        problem=replace(call.problem, mask_shape=tuple(mask.shape)), operands=call.operands._replace(mask=mask)
+    ), torch.nan, more=False, config=0, deterministic=False)  # fmt: skip
+
+
 @pytest.mark.parametrize("dims", [(64, 40), (128, 128)], ids=str)
 def test_keys_behind_the_end_of_a_mask_have_no_weight(dims: tuple[int, int]) -> None:
     """K is 0 there, and beside scores of -128 so would be infinite weights."""
