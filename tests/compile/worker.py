@@ -117,7 +117,7 @@ def hopper_gradients(job: dict[str, Any], problem: AttentionProblem, gpu: Gpu) -
     for config in hopper_flash_bwd.configs(problem, gpu):
         workspace, grads = hopper_kernel.example(problem, config, "meta")
         tensors = hopper_launches.Tensors(given, out, rows, out, rows, workspace, *grads)
-        tensors = hopper_kernel.with_bias(problem, tensors, is_wanted=True)
+        tensors = hopper_kernel.with_bias(problem, tensors, is_wanted=job.get("of_bias", True))
         found = {}
         for step in hopper_flash_bwd.specify(problem, gpu, tensors, config):
             compiled = compile_launch(step.launch, gpu)

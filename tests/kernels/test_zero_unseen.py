@@ -37,12 +37,13 @@ def sides(dtype: torch.dtype, per_head: bool = True) -> Sides:
 def seen(side: zero_unseen.Tensors) -> torch.Tensor:
     """[batch, tokens, heads], of the heads of the side's tensors."""
     of_mask, of_bias = side.flags
+    assert of_mask is not None and of_bias is not None
     heads = side.tokens[0].shape[2]
-    both = (of_mask != 0) & (of_bias != 0)
+    both = of_mask.bool() & of_bias.bool()
     return both.expand(-1, HEADS, -1).unflatten(1, (heads, -1)).any(2).transpose(1, 2)
 
 
-def run(given: Sides, copies_needed: torch.Tensor | None) -> None:
+def run(given: Sides, copies_needed: torch.Tensor) -> None:
     for of in zero_unseen.specify(*given, copies_needed):
         launch.bind(of)(*given[0].flat, *given[1].flat, copies_needed)
 
@@ -76,10 +77,3 @@ def test_numbers_of_tokens_that_are_seen_need_no_copies(per_head: bool) -> None:
     copies_needed = torch.zeros(1, dtype=torch.int8, device=DEVICE)
     run(given, copies_needed)
     assert not copies_needed
-
-
-def test_copies_are_always_made_without_a_flag() -> None:
-    given = sides(torch.float32)
-    assert len(zero_unseen.specify(*given, None)) == 1
-    run(given, None)
-    assert torch.equal(given[1].copies[1], torch.where(seen(given[1])[..., None], given[1].tokens[1], 0.0))

@@ -68,7 +68,6 @@ def on_cpu(
     if workspace.hidden.q is not None:
         for step in hidden.steps(problem, tensors, of):
             launch.bind(step.launch)(*step.launch.tensors)
-        tensors = hidden.as_read(tensors)
     if more:
         tensors = kernel.with_slopes(problem, tensors)
         if tensors.workspace.sums is not None and problem.dtype != "float32":

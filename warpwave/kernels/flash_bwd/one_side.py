@@ -10,8 +10,9 @@ launch (parts.py). That is five products, where separate owners of queries and k
 read once. Scores are transposed, [BLOCK_N, BLOCK_M], so P^T and dS^T enter the products of dV and dK from registers.
 Tiles that a band hides are walked too, because their gradients are zeros that a block must write.
 
-Under a mask, 0 * NaN must not reach a gradient. Queries that see nothing are read as zeros. Keys are zeros in the
-product of dQ where they are not finite: a query that sees a NaN has a log-sum-exp of NaN, and its dQ is NaN anyway.
+Under a mask, 0 * NaN of a token that belongs to no visible pair must not reach a gradient. Queries that see nothing are
+read as zeros. K is 0 in the product of dQ where it is not finite. A query that sees a NaN of K has a log-sum-exp of
+NaN, so its dQ is NaN anyway. An infinite key whose probability is 0 adds nothing to dQ, where torch's has 0 * inf.
 
 Bound: memory bandwidth with few queries at head_dim 128; elsewhere the latency of the products of a step, which follow
 one another.

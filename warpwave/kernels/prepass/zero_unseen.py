@@ -2,9 +2,9 @@
 token holds a number that products would not cancel.
 
 A mask or a bias of minus infinity may hide every key from a query, or a key from every query. Their probabilities are
-0, but tensor cores multiply whole tiles, and 0 * NaN is NaN. A first launch therefore reads these tokens, and states
-whether the copies are needed; without such a number a second launch, which would fill them, ends at once. The launches
-of the gradients then read the originals.
+0, but tensor cores multiply whole tiles, and 0 * NaN is NaN. A first launch therefore checks these tokens. A second one
+fills the copies, or ends at once if none of their numbers is NaN or above LARGEST in magnitude. The launches of the
+gradients then read the originals.
 
 Bound: memory.
 """
@@ -23,7 +23,7 @@ from warpwave.runtime.triton_or_stub import jit, tl
 BLOCK_ROWS = 64
 MOST_BLOCKS = 1024  # of the launch that copies, which mostly ends at once: a block takes one tile after another
 UNIT = tl.constexpr(8)  # elements: rows that tensor maps read begin at multiples of 16 bytes
-# The largest finite number of float16. Products of 256 larger ones with a bfloat16 might be infinite.
+# The largest finite number of float16. Scalar products of 256 such numbers with seen ones below 1e31 are finite.
 LARGEST = tl.constexpr(65504.0)
 
 
@@ -64,8 +64,8 @@ class Side(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a side: tokens of (batch, tokens, heads, head_dim), 16-bit or float32, whose rows begin at
-    multiples of 16 bytes; contiguous copies of their shapes; and the flags of mask and bias, each (batch, query heads,
+    """The tensors of a side: tokens of (batch, tokens, heads, head_dim) whose rows begin at multiples of UNIT
+    elements; contiguous copies of their shapes; and the flags of mask and bias, each (batch, query heads,
     tokens) int8 or None, whose axes of 1 are broadcast."""
 
     tokens: tuple[torch.Tensor, torch.Tensor]
@@ -114,7 +114,7 @@ def _load(tokens: Tokens, batch, head, rows, wanted, D: tl.constexpr, WIDTH: tl.
 
 @jit
 def _are_large(x):
-    """Returns which rows have a number above LARGEST, or NaN."""
+    """Returns which rows have NaN or a number above LARGEST in magnitude."""
     return tl.max((~(tl.abs(x.to(tl.float32)) <= LARGEST)).to(tl.int32), 1)
 
 
@@ -162,7 +162,7 @@ def check_unseen_kernel(
     WIDTH_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Stores 1 in an int8 of 0 if a token that is not seen has a number above LARGEST, or infinite, or NaN."""
+    """Stores 1 in an int8 of 0 if a token that is not seen has NaN or a number above LARGEST in magnitude."""
     block = tl.program_id(0)
     if block < blocks_of_queries:
         _check(queries, block, copies_needed_ptr, D, D_V, WIDTH, WIDTH_V, BLOCK_ROWS)
@@ -183,10 +183,8 @@ def zero_unseen_kernel(
     WIDTH_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Fills the copies, if the number at `copies_needed_ptr` is not 0, or always without one."""
-    end = num_blocks
-    if copies_needed_ptr is not None:
-        end = tl.where(tl.load(copies_needed_ptr) != 0, num_blocks, 0)
+    """Fills the copies, if the number at `copies_needed_ptr` is not 0."""
+    end = tl.where(tl.load(copies_needed_ptr) != 0, num_blocks, 0)
     for block in range(tl.program_id(0), end, tl.num_programs(0)):
         if block < blocks_of_queries:
             _copy(queries, block, D, D_V, WIDTH, WIDTH_V, BLOCK_ROWS)
@@ -194,17 +192,16 @@ def zero_unseen_kernel(
             _copy(keys, block - blocks_of_queries, D, D_V, WIDTH, WIDTH_V, BLOCK_ROWS)
 
 
-def specify(queries: Tensors, keys: Tensors, copies_needed: torch.Tensor | None) -> list[launch.Launch]:
+def specify(queries: Tensors, keys: Tensors, copies_needed: torch.Tensor) -> list[launch.Launch]:
     """Returns the launches, both with the arguments `(*queries.flat, *keys.flat, copies_needed)`.
 
     Args:
         queries, keys: those of q and dout, and of k and v.
-        copies_needed: int8, (1,), 0 before the launches; None if the copies are always made, by one launch.
+        copies_needed: int8, (1,), 0 before the launches.
     """
     head_dims = [t.shape[-1] for t in keys.tokens]
     blocks = [_blocks(of) for of in (queries, keys)]
     scalars = [*_scalars(queries, 1), *_scalars(keys, queries.tokens[0].shape[2] // keys.tokens[0].shape[2])]
-    kernels = [zero_unseen_kernel] if copies_needed is None else [check_unseen_kernel, zero_unseen_kernel]
     return [
         launch.Launch(
             kernel=kernel,
@@ -217,7 +214,7 @@ def specify(queries: Tensors, keys: Tensors, copies_needed: torch.Tensor | None)
             },
             options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
         )
-        for kernel in kernels
+        for kernel in (check_unseen_kernel, zero_unseen_kernel)
     ]  # fmt: skip
 
 

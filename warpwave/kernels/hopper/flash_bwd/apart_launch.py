@@ -110,7 +110,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     def mapped(t: Tensors) -> tuple[torch.Tensor, ...]:
         of_bias = (t.operands.bias, t.dbias) if kind == "cells" else ()
         given = (found for found in of_bias if found is not None)
-        return *t.operands[:3], t.dout, t.dq, *given, *t.workspace.hidden.copies  # type: ignore[return-value]
+        return *t.operands[:3], t.dout, t.dq, *given, *t.workspace.hidden.copies
 
     def beside(t: Tensors) -> tuple[Any, ...]:
         work, hidden = t.workspace, t.workspace.hidden

@@ -20,8 +20,6 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
     Args:
         keys: of a step in the launch of dQ.
     """
-    # Launches that split float32 operands read the copies in any case.
-    copies_needed = None if problem.dtype == "float32" else ((1,), torch.int8)
     words: list[Need | None] = [None] * 4
     flags: list[Need | None] = [None] * 4
     if problem.mask_shape is not None:
@@ -36,12 +34,13 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
     of_keys = (problem.batch, problem.seqlen_k, problem.num_heads_kv)
     shapes = [(*of_queries, problem.head_dim), (*of_keys, problem.head_dim)]
     shapes += [(*of_keys, problem.head_dim_v), (*of_queries, problem.head_dim_v)]
-    return [*words, *flags, copies_needed, *((shape, dtype) for shape in shapes)]
+    return [*words, *flags, ((1,), torch.int8), *((shape, dtype) for shape in shapes)]
 
 
 def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches: they pack the mask, list the steps of blocks, flag the queries and keys that mask and bias
-    do not hide entirely, and copy the operands with zeros for the others if their numbers require it."""
+    do not hide entirely, and check the others. If these hold a large number, the operands are copied with zeros for
+    them."""
     found, operands, hidden = [], tensors.operands, tensors.workspace.hidden
     if problem.bias_shape is not None:
         assert operands.bias is not None and hidden.bias_queries is not None and hidden.bias_keys is not None
@@ -56,19 +55,10 @@ def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[S
         for transposed, of in lists.items():
             given = partial(_words_and_walks, transposed=transposed)
             found.append(Step(mask_steps.specify(of, *given(tensors)), given))
+    assert hidden.copies_needed is not None
     copying = zero_unseen.specify(_queries(tensors), _keys(tensors), hidden.copies_needed)
     found += [Step(of, _tokens_and_copies) for of in copying]
     return found
-
-
-def as_read(tensors: Tensors) -> Tensors:
-    """Returns the tensors of a call as the launches of the gradients read them: in float32 with the copies of the
-    operands."""
-    hidden = tensors.workspace.hidden
-    if hidden.copies_needed is not None or hidden.dout is None:
-        return tensors
-    operands = tensors.operands._replace(q=hidden.q, k=hidden.k, v=hidden.v)
-    return tensors._replace(operands=operands, dout=hidden.dout)
 
 
 def _lists(problem: AttentionProblem, config: Config, keys: int) -> dict[bool, mask_steps.Lists]:

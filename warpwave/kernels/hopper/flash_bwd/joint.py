@@ -374,13 +374,14 @@ def walk_list(dk, dv, tiles, work, n, dropout_key, results, mask: Mask, GROUP: g
     of_block = gl.to_tensor(0)
     if not rules.MASK_PER_STEP:
         of_block = mask_words(mask, lines, work.head * heads.group_size, gl.to_tensor(0), rules.BLOCK_M, rules)
+        of_block = hide_rows_behind(of_block, key_first, work.seqlen_k, rules)
     steps = gl.load(walk)
     for i in range(steps):
         head, row_first = listed_step(walk, i, work, heads, rules)
         words = of_block
         if rules.MASK_PER_STEP:
             words = mask_words(mask, lines, head, row_first, rules.BLOCK_M, rules)
-        words = hide_rows_behind(words, key_first, work.seqlen_k, rules)  # beside K of zeros, P might be infinite
+            words = hide_rows_behind(words, key_first, work.seqlen_k, rules)  # beside K of zeros, P might be infinite
         slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
         rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
         dk, dv = step(

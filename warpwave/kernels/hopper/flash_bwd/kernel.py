@@ -108,7 +108,6 @@ def bind(
             torch._foreach_zero_(alike)
         if hides:
             before.run(tensors, lambda: hidden.steps(problem, tensors, config))
-            tensors = hidden.as_read(tensors)
         if wants_slopes:
             tensors = with_slopes(problem, tensors)
         bound = plain if dlse is None else with_dlse

@@ -34,7 +34,7 @@ class Hidden(NamedTuple):
         walks, walks_transposed: lists of the steps of blocks of queries, and of blocks of keys.
         mask_queries, mask_keys, bias_queries, bias_keys: int8 flags of what mask and bias do not hide entirely, zeros
             before the launches.
-        copies_needed: int8, 0 before the launches: whether they read the copies below. None in float32, where they do.
+        copies_needed: int8, 0 before the launches: whether those of the gradients read the copies below.
         q, k, v, dout: copies with zeros for what is hidden entirely.
     """
 
@@ -59,8 +59,8 @@ class Hidden(NamedTuple):
 
     @property
     def copies(self) -> tuple[torch.Tensor, ...]:
-        """Returns the copies if the launches of the gradients choose between them and the originals."""
-        return () if self.copies_needed is None else self[9:]  # type: ignore[return-value]
+        """Returns the copies; none without a mask or a bias."""
+        return tuple(copy for copy in self[9:] if copy is not None)
 
 
 class Workspace(NamedTuple):

@@ -124,7 +124,7 @@ def statistics_kernel(
     inside = (first + lanes < q_end) & (tile >= 0)
     rows = (begin + first + lanes).to(tl.int64)
     dims = tl.arange(0, WIDTH_V)
-    # What arrives at a query that sees nothing must have no effect, NaN included. With a mask, its output is 0.
+    # What arrives at a query that sees nothing must have no effect, NaN included. A mask or bias leaves its output 0.
     cells = (inside & (first + lanes >= q_seen))[:, None] & (dims < HEAD_DIM_V)[None, :]
     out_ptr += item * strides_o.b + head * strides_o.h
     dout_ptr += item * strides_g.b + head * strides_g.h

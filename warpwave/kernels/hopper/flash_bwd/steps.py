@@ -181,8 +181,8 @@ def step_of(listed, work, heads, rules):
 
 @jit
 def listed_step(walk, i, work, heads, rules):
-    """Returns the query head and the first query of the i-th step of a list. All steps are listed if they have the same
-    words."""
+    """Returns the query head and the first query of the i-th step of a list. If all steps have the same words, a block
+    lists all of them, or, hidden, the first alone."""
     if rules.MASK_PER_STEP:
         head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
     else:
