@@ -20,8 +20,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "mask": {"causal": "bottom_right", "mask_shape": (2, 4, 1024, 1024)},
     "trained bias": {"causal": "bottom_right", "bias_shape": (2, 4, 1024, 1024), "bias_dtype": "bfloat16"},
     "mask and bias": {
-        "causal": "bottom_right", "mask_shape": (2, 4, 1024, 1024),
-        "bias_shape": (1, 4, 1024, 1024), "bias_dtype": "bfloat16",
+        "causal": "bottom_right",
+        "mask_shape": (2, 4, 1024, 1024),
+        "bias_shape": (1, 4, 1024, 1024),
+        "bias_dtype": "bfloat16",
     },
     "splits": {"batch": 1, "num_heads_q": 8, "num_heads_kv": 1},
 }

@@ -10,14 +10,17 @@ JOINT, APART_DKV, APART_DQ, BAND, ROWS = (
     f"kernels/hopper/flash_bwd/{name}.py" for name in ("joint", "dkv", "dq", "band", "rows")
 )
 SPLIT_STEPS, SPLIT_ROWS = (f"kernels/hopper/flash_bwd/split_{name}.py" for name in ("steps", "rows"))
-PARTS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_a_cpu"
-BACKWARD_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_the_protocol_on_a_cpu"
-MASKS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_masks_on_a_cpu"
-BIASES_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_biases_on_a_cpu"
-NEIGHBOURS_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_nan_of_a_neighbor_stays_there"
-DROPPED_BY_GRADIENTS = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_gradients_drop_the_pairs_of_the_contract"
+ON_CPU, HIDDEN_ON_CPU, FLOAT32_ON_CPU = (
+    f"../kernels/hopper/test_flash_bwd{what}_on_cpu.py::" for what in ("", "_masks", "_float32")
+)
+PARTS_ON_CPU = f"{FLOAT32_ON_CPU}test_float32_on_a_cpu"
+BACKWARD_ON_CPU = f"{ON_CPU}test_the_protocol_on_a_cpu"
+MASKS_ON_CPU = f"{HIDDEN_ON_CPU}test_masks_on_a_cpu"
+BIASES_ON_CPU = f"{HIDDEN_ON_CPU}test_biases_on_a_cpu"
+NEIGHBOURS_ON_CPU = f"{ON_CPU}test_nan_of_a_neighbor_stays_there"
+DROPPED_BY_GRADIENTS = f"{ON_CPU}test_gradients_drop_the_pairs_of_the_contract"
 DROPPED_BY_FORWARD = "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_forward_drops_the_pairs_of_the_contract"
-DROPPED_ON_CPU = "../kernels/hopper/test_flash_bwd_on_cpu.py::test_dropout_on_a_cpu"
+DROPPED_ON_CPU = f"{ON_CPU}test_dropout_on_a_cpu"
 OF_HOPPER_DROPOUT = [
     Mutant(
         "hopper dropout: the second half of a tile drops as the first", "kernels/hopper/flash_bwd/joint_steps.py",
@@ -62,22 +65,22 @@ HOPPER_BACKWARD = [
     Mutant(
         "hopper/flash_bwd: keys of a split's own head", "kernels/hopper/flash_bwd/producer.py",
         "kv_head = work.head // schedule.splits", "kv_head = work.head",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
+        f"{ON_CPU}test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
         "hopper/flash_bwd: dK of one split for all", "kernels/hopper/flash_bwd/sum_splits.py",
         "for split in range(splits):", "for split in range(1):",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_splits_of_a_group", "causal and 0-float16", "gates fail",
+        f"{ON_CPU}test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
         "hopper/flash_bwd: one part of a block for all", "kernels/hopper/flash_bwd/sum_splits.py",
         "for part in range(parts):", "for part in range(1):",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_parts_of_blocks", "False", "gates fail",
+        f"{ON_CPU}test_parts_of_blocks", "False", "gates fail",
     ),
     Mutant(
         "hopper/flash_bwd: dQ of a part from the first steps of its block", "kernels/hopper/flash_bwd/joint.py",
         "place_of_step(first_step + i,", "place_of_step(i,",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_parts_of_blocks", "False", "gates fail",
+        f"{ON_CPU}test_parts_of_blocks", "False", "gates fail",
     ),
     Mutant(
         "deterministic=True without effect", "kernels/hopper/flash_bwd/joint_launch.py",
@@ -319,7 +322,7 @@ HOPPER_BACKWARD = [
     Mutant(
         "bias on Hopper: NaN of keys that it hides multiplied", "kernels/prepass/bias_seen.py",
         "seen = tl.max(shown, 0).to(tl.int8)", "seen = tl.max(shown + 1, 0).to(tl.int8)",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_what_a_bias_hides_goes_nowhere", "", "FAIL",
+        f"{HIDDEN_ON_CPU}test_what_a_bias_hides_goes_nowhere", "", "FAIL",
     ),
     Mutant(
         "mask on Hopper: only the first tensor of a side is checked", "kernels/prepass/zero_unseen.py",
@@ -334,7 +337,7 @@ HOPPER_BACKWARD = [
     Mutant(
         "mask on Hopper: padding of one head for a group", "kernels/hopper/flash_bwd/launches.py",
         "(heads > 1 and problem.num_heads_q > problem.num_heads_kv)", "(heads > 1 and False)",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_padding_of_each_head_on_a_cpu", "4", "FAIL",
+        f"{HIDDEN_ON_CPU}test_padding_of_each_head_on_a_cpu", "4", "FAIL",
     ),
     Mutant(
         "mask on Hopper: last step of each block lost", "kernels/prepass/mask_steps.py",
@@ -344,7 +347,7 @@ HOPPER_BACKWARD = [
     Mutant(
         "mask on Hopper: keys behind the end have the bits of the last one", "kernels/hopper/flash_bwd/steps.py",
         "words = gl.where((rows < rows_end)[:, None], words, 0)", "words = gl.where((rows >= 0)[:, None], words, 0)",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_keys_behind_the_end_of_a_mask_have_no_weight", "40",
+        f"{HIDDEN_ON_CPU}test_keys_behind_the_end_of_a_mask_have_no_weight", "40",
         "isfinite",
     ),
     Mutant(
@@ -355,28 +358,28 @@ HOPPER_BACKWARD = [
     Mutant(
         "bias on Hopper: sums of a tile that no block visits", "kernels/hopper/flash_bwd/kernel.py",
         "(problem.bias_shape is not None and has_hidden_rows)", "(problem.bias_shape is not None and False)",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_a_bias_whose_gradient_is_not_wanted", "from and 128", "FAIL",
+        f"{HIDDEN_ON_CPU}test_a_bias_whose_gradient_is_not_wanted", "from and 128", "FAIL",
     ),
     Mutant(
         "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_steps.py",
         "shown = (shown != 0).to(tl.int32)", "shown = ((shown >= 0) & (step < steps)).to(tl.int32)",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
+        f"{HIDDEN_ON_CPU}test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
     ),
     Mutant(
         "slopes on Hopper: gradient with the other sign", APART_DQ,
         "found - row_sums(of_slope", "found + row_sums(of_slope",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_on_a_cpu", "", "FAIL A peer rule of dalibi_slopes",
+        f"{HIDDEN_ON_CPU}test_slopes_on_a_cpu", "", "FAIL A peer rule of dalibi_slopes",
     ),
     Mutant(
         "slopes on Hopper: what dS of a row adds up to, with the other sign", APART_DQ,
         "row_sums(ds_sum, rules.BLOCK_N) - sums", "row_sums(ds_sum, rules.BLOCK_N) + sums",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_of_distant_keys_on_a_cpu", "",
+        f"{HIDDEN_ON_CPU}test_slopes_of_distant_keys_on_a_cpu", "",
         "Tensor-likes are not close",
     ),
     Mutant(
         "slopes on Hopper: sink left out of the sums of dS", ROWS,
         "sums -= of_sink", "sums -= 0.0 * of_sink",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_slopes_of_distant_keys_on_a_cpu", "sinks",
+        f"{HIDDEN_ON_CPU}test_slopes_of_distant_keys_on_a_cpu", "sinks",
         "Tensor-likes are not close",
     ),
     Mutant(
@@ -453,19 +456,19 @@ HOPPER_BACKWARD = [
     Mutant(
         "float32 gradients on Hopper: rows of dS need not add up", "kernels/hopper/flash_bwd/split_dq.py",
         "x - like(excess, x) * gl.load(", "x - 0.0 * like(excess, x) * gl.load(",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_other_data", "causal and low",
+        f"{FLOAT32_ON_CPU}test_float32_on_other_data", "causal and low",
         "FAIL B2 RMS of dq",
     ),
     Mutant(
         "float32 gradients on Hopper: what arrives at the log-sum-exp is taken for an error", SPLIT_ROWS,
         "tl.store(sums_ptr + at, sums)", "tl.store(sums_ptr + at, 0.0 * sums)",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_on_other_data", "causal and low",
+        f"{FLOAT32_ON_CPU}test_float32_on_other_data", "causal and low",
         "FAIL B2 RMS of dq",
     ),
     Mutant(
         "float32 gradients on Hopper: what arrives at the log-sum-exp overflows", SPLIT_ROWS,
         "most = LARGEST_DLSE - bits - v_exponent", "most = bits * 0 + exponent",
-        "../kernels/hopper/test_flash_bwd_on_cpu.py::test_float32_of_a_loss_of_the_log_sum_exp_alone", "",
+        f"{FLOAT32_ON_CPU}test_float32_of_a_loss_of_the_log_sum_exp_alone", "",
         "FAIL B1 maximum of d",
     ),
     Mutant(
