@@ -163,6 +163,23 @@ def test_what_a_bias_hides_goes_nowhere(name: str, of_unseen: float, more: bool)
     judge(call, of_unseen, more=more, config=-1 if more else 0, deterministic=False)
 
 
+@pytest.mark.parametrize("config", [0, -1])
+def test_what_mask_and_bias_hide_together_goes_nowhere(config: int) -> None:
+    """The mask shows a key to one query, the bias to another."""
+    features: dict[str, Any] = {
+        "dims": (64, 64),
+        "lengths": (140, 140),
+        "heads": (2, 2),
+        "mask": "full",
+        "bias": "full",
+    }
+    call = cases.build(replace(SHORT, lse=False, **features), "normal", CPU)
+    mask, bias = call.operands.mask, call.operands.bias
+    mask[..., 5], bias[..., 5] = False, -torch.inf
+    mask[:, :, 0, 5], bias[:, :, 1, 5] = True, 0.0
+    judge(call, torch.nan, more=False, config=config, deterministic=config == -1)
+
+
 @pytest.mark.parametrize("largest", [1e9, torch.finfo(torch.float32).max])
 def test_biases_of_large_magnitude_stay_finite(largest: float) -> None:
     """The usual stand-ins for minus infinity, in a row of nothing else, and a bias that takes everything."""

@@ -140,13 +140,13 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
 
 
 def _of_hidden_by_bias(problem: AttentionProblem) -> Cost:
-    """Returns the cost of finding the queries and keys that a bias hides entirely."""
+    """Returns the cost of finding the queries and keys that a bias, with a mask, hides entirely."""
     assert problem.bias_shape is not None
     shapes = bias_seen.shapes(problem)
     blocks = math.prod(shapes[0][:2]) * math.prod(-(-shape[2] // bias_seen.BLOCK) for shape in shapes)
     read = math.prod(problem.bias_shape) * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     flags = sum(map(math.prod, shapes))
-    return of_rows(blocks, read, flags, flags, 128)
+    return of_rows(blocks, read + math.prod(problem.mask_shape or (0,)), flags, flags, 128)
 
 
 def _of_mask(problem: AttentionProblem, config: Config) -> Cost:

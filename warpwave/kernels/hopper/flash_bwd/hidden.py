@@ -41,10 +41,9 @@ def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[S
     """Returns the launches: they pack the mask, list the steps of blocks, flag the queries and keys that mask and bias
     do not hide entirely, and check the others. If these hold a large number, the operands are copied with zeros for
     them."""
-    found, operands, hidden = [], tensors.operands, tensors.workspace.hidden
+    found, hidden = [], tensors.workspace.hidden
     if problem.bias_shape is not None:
-        assert operands.bias is not None and hidden.bias_queries is not None and hidden.bias_keys is not None
-        of_bias = bias_seen.specify(problem, operands.bias, hidden.bias_queries, hidden.bias_keys)
+        of_bias = bias_seen.specify(problem, *_bias_and_flags(tensors))
         found.append(Step(of_bias, _bias_and_flags))
     if problem.mask_shape is not None:
         lists = _lists(problem, config, steps_over_keys(problem, tensors, config)[0])
@@ -89,7 +88,7 @@ def _words_and_walks(t: Tensors, transposed: bool) -> tuple[Any, ...]:
 
 
 def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
-    return t.operands.bias, t.workspace.hidden.bias_queries, t.workspace.hidden.bias_keys
+    return t.operands.bias, t.operands.mask, t.workspace.hidden.bias_queries, t.workspace.hidden.bias_keys
 
 
 def _tokens_and_copies(t: Tensors) -> tuple[Any, ...]:
