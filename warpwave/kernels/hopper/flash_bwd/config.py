@@ -424,7 +424,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         ds = 2 * config.block_n * config.block_m * size
         dq = 4 * 2 * GROUP_ROWS * sum(dq_shares(problem, config)[0])  # the second group's share may be narrower
         bias = config.block_m * config.block_n * bias_bytes(problem)
-        # Barriers, and what warps are given: some 100 bytes more beside wide rows than a multiple of 1,024 leaves.
+        # Barriers and the arguments of warps: up to 992 bytes beside tiles of 128 queries, 1,040 beside 64 (compiled).
         rest = 1024 if config.block_m == 128 else 1152
         return keys + queries + dout + ds + dq + bias + rest
     cell = bias_bytes(problem)
