@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +36,9 @@ def test_every_cell_has_its_bit(shape: tuple[int, ...], strided: bool, transpose
     packed = torch.full((p.size,), 77, dtype=torch.int32, device=DEVICE)
     of_queries, of_keys = (torch.zeros(s, dtype=torch.int8, device=DEVICE) for s in mask_bits.seen_shapes(problem))
     seen = of_queries, of_keys
-    packing = mask_bits.specify(problem, mask, packed, seen if transposed else None)
-    launch.bind(packing)(mask, packed, *(seen if transposed else ()))
+    seen_by = seen if transposed else (None, None)
+    packing = mask_bits.specify(problem, mask, packed, transposed, seen_by)
+    launch.bind(packing)(mask, packed, *seen_by)
     words = packed[: p.flags_begin].view(batch, heads, tiles, rows, 4)
     flags = packed[p.flags_begin :].view(batch, heads, p.row_blocks, tiles)
     columns = torch.arange(tiles * 128, device=DEVICE)
@@ -69,10 +71,9 @@ def test_a_byte_of_any_bits_is_true(transposed: bool) -> None:
     found = []
     for mask in (values.view(torch.bool), values != 0):
         packed = torch.zeros(mask_bits.packed(problem, transposed).size, dtype=torch.int32, device=DEVICE)
-        of_queries, of_keys = (torch.zeros(s, dtype=torch.int8, device=DEVICE) for s in mask_bits.seen_shapes(problem))
-        packing = mask_bits.specify(problem, mask, packed, (of_queries, of_keys) if transposed else None)
+        packing = mask_bits.specify(problem, mask, packed, transposed)  # without flags of queries and keys
         assert packing.constants["ALIGNED"]
-        launch.bind(packing)(mask, packed, *((of_queries, of_keys) if transposed else ()))
+        launch.bind(packing)(mask, packed)
         found.append(packed)
     assert torch.equal(*found)
 
@@ -90,25 +91,32 @@ def test_broadcast_axes_are_packed_once() -> None:
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("shape", [(2, 6, 300, 530), (1, 1, 300, 530), (2, 1, 1, 530), (1, 6, 300, 1)], ids=str)
 def test_steps_that_show_a_pair_are_listed(shape: tuple[int, ...], group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of blocks of two row blocks and steps of 64 columns; a block that sees nothing has step 0."""
+    """Of blocks of two row blocks and steps of 64 columns, with the number of earlier blocks that list them; a block
+    that shows nothing has step 0 and rank -1. Rows of a mask of one row are all listed."""
     monkeypatch.setattr(mask_steps, "CHUNK", 4)
+    monkeypatch.setattr(mask_steps, "EARLIER", 2)
     problem = replace(PROBLEM, seqlen_q=300, seqlen_k=530, num_heads_q=6, num_heads_kv=6 // group, mask_shape=shape)
     cells = torch.rand(*shape[:2], -(-shape[2] // 64), -(-shape[3] // 128), generator=torch.Generator().manual_seed(1))
     shown = (cells < 0.4).repeat_interleave(64, 2).repeat_interleave(128, 3)[:, :, : shape[2], : shape[3]].to(DEVICE)
     p = mask_bits.packed(problem)
     words = torch.full((p.size,), 77, dtype=torch.int32, device=DEVICE)
     launch.bind(mask_bits.specify(problem, shown, words))(shown, words)
-    of = mask_steps.Lists(p, 2, 2, 2 * p.tiles - 1, group)
+    of = mask_steps.Lists(p, 5, 2, 2, 2 * p.tiles - 1, group)  # 300 rows
     lists = torch.full(of.shape, -1, dtype=torch.int32, device=DEVICE)
     launch.bind(mask_steps.specify(of, words, lists))(words, lists)
-    flags = words[p.flags_begin :].view(p.batch, p.heads, p.row_blocks, p.tiles).ne(0)
+    flags = words[p.flags_begin :].view(p.batch, p.heads, p.row_blocks, p.tiles).ne(0).expand(-1, -1, 5, -1)
+    assert of.shape[2] == 3
     for b in range(of.shape[0]):
         for head in range(of.shape[1]):
+            before: collections.Counter[int] = collections.Counter()
             for block in range(of.shape[2]):
-                expected = [
-                    g * of.steps + step
-                    for g in range(group)
-                    for step in range(of.steps)
-                    if flags[b, (head * group + g) % p.heads, 2 * block : 2 * block + 2, step // 2].any()
-                ] or [0]
-                assert lists[b, head, block, : 1 + len(expected)].tolist() == [len(expected), *expected]
+                steps = [
+                    tile * group + g
+                    for tile in reversed(range(of.steps))
+                    for g in reversed(range(group))
+                    if flags[b, (head * group + g) % p.heads, 2 * block : 2 * block + 2, tile // 2].any()
+                ]
+                expected = [number for step in steps for number in (step, before[step])] or [0, -1]
+                found = lists[b, head, block, : 1 + len(expected)].tolist()
+                assert found == [len(expected) // 2, *expected]
+                before.update(steps)

@@ -18,16 +18,13 @@ Sides = tuple[zero_unseen.Tensors, zero_unseen.Tensors]
 
 
 def sides(dtype: torch.dtype, per_head: bool = True) -> Sides:
-    """Tensors of queries and of keys, copies of NaN, and flags of a mask and of a bias."""
+    """Tensors of queries and of keys, copies of NaN, and flags."""
     g = torch.Generator().manual_seed(1)
 
     def of(rows: int, heads: int) -> zero_unseen.Tensors:
         shapes = (BATCH, rows, heads, 24), (BATCH, rows, heads, 40)
         tokens = tuple(torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in shapes)
-        flags = tuple(
-            (torch.rand(BATCH, h, rows, generator=g) < 0.7).to(DEVICE, torch.int8)
-            for h in (HEADS if per_head else 1, 1)
-        )
+        flags = (torch.rand(BATCH, HEADS if per_head else 1, rows, generator=g) < 0.5).to(DEVICE, torch.int8)
         copies = tuple(torch.full_like(t, torch.nan) for t in tokens)
         return zero_unseen.Tensors(tokens, copies, flags)  # type: ignore[arg-type]
 
@@ -36,11 +33,8 @@ def sides(dtype: torch.dtype, per_head: bool = True) -> Sides:
 
 def seen(side: zero_unseen.Tensors) -> torch.Tensor:
     """[batch, tokens, heads], of the heads of the side's tensors."""
-    of_mask, of_bias = side.flags
-    assert of_mask is not None and of_bias is not None
     heads = side.tokens[0].shape[2]
-    both = of_mask.bool() & of_bias.bool()
-    return both.expand(-1, HEADS, -1).unflatten(1, (heads, -1)).any(2).transpose(1, 2)
+    return side.flags.bool().expand(-1, HEADS, -1).unflatten(1, (heads, -1)).any(2).transpose(1, 2)
 
 
 def run(given: Sides, copies_needed: torch.Tensor) -> None:

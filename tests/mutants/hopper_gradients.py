@@ -356,13 +356,14 @@ HOPPER_BACKWARD = [
         MASKS_ON_CPU, "40 and alibi", "FAIL B1 maximum of d",
     ),
     Mutant(
-        "bias on Hopper: sums of a tile that no block visits", "kernels/hopper/flash_bwd/kernel.py",
-        "(problem.bias_shape is not None and has_hidden_rows)", "(problem.bias_shape is not None and False)",
+        "bias on Hopper: sums of a tile that no block visits", "kernels/hopper/flash_bwd/rows.py",
+        "is_stored = tl.load(turns_ptr + batch_head * num_tiles + place) > 0",
+        "is_stored = tl.load(turns_ptr + batch_head * num_tiles + place) >= 0",
         f"{HIDDEN_ON_CPU}test_a_bias_whose_gradient_is_not_wanted", "from and 128", "FAIL",
     ),
     Mutant(
         "mask on Hopper: hidden tiles walked", "kernels/prepass/mask_steps.py",
-        "shown = (shown != 0).to(tl.int32)", "shown = ((shown >= 0) & (step < steps)).to(tl.int32)",
+        "return (shown != 0).to(tl.int32)", "return ((shown >= 0) & (step >= 0) & (block < end)).to(tl.int32)",
         f"{HIDDEN_ON_CPU}test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
     ),
     Mutant(

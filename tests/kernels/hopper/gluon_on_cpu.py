@@ -226,7 +226,7 @@ class Language(types.SimpleNamespace):
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
         offsets = torch.as_tensor(pointer.offsets)
-        mask = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offsets.shape)
+        mask = torch.broadcast_to(torch.as_tensor(True if mask is None else mask), offsets.shape)
         return torch.where(mask, pointer.memory[torch.where(mask, offsets, 0)], other)
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor) -> None:

@@ -55,7 +55,7 @@ def on_cpu(
         if tensor is not None:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
     tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
-    for alike in kernel.to_zero(problem, tensors, kernel.has_hidden_rows(problem)):
+    for alike in kernel.to_zero(tensors, kernel.has_hidden_rows(problem)):
         torch._foreach_zero_(alike)
     tensors = kernel.with_bias(problem, tensors, more)
     if workspace.hidden.q is not None:

@@ -70,6 +70,11 @@ REPEATED: dict[str, dict[str, Any]] = {
     "packed": {"packed": True, "batch": 7},
     "packed, causal, dropout": {"packed": True, "batch": 7, "causal": "bottom_right", "dropout": 0.2},
 }
+UNDER_MASKS: dict[str, dict[str, Any]] = {
+    "mask": {"mask": "full"},
+    "causal, mask": {"mask": "full", "causal": "bottom_right"},
+    "padding": {"mask": "keys"},
+}
 
 
 def gradients(call: Call, dout: Tensor, dlse: Tensor | None, config: int = 0, deterministic: bool = False) -> Gradients:
@@ -211,7 +216,7 @@ def test_float32_gradients_repeat_bit_for_bit(dims: tuple[int, int], features: s
         assert bits(*gradients(call, dout, dlse)[:3]) == bits(*first[:3])
 
 
-@pytest.mark.parametrize("features", REPEATED)
+@pytest.mark.parametrize("features", [*REPEATED, *UNDER_MASKS])
 @pytest.mark.parametrize(
     ("dims", "config"),
     [((64, 64), 0), ((128, 128), 0), ((64, 64), 1), ((192, 128), 0), ((192, 128), 1), ((160, 160), 0), ((256, 256), 0)],
@@ -221,8 +226,9 @@ def test_gradients_repeat_bit_for_bit(dims: tuple[int, int], config: int, featur
     """Of more blocks of keys than run at once, in whatever order they come to a tile of queries."""
     heads = (8, 8) if dims == (160, 160) else (8, 4)  # grouped, and under a band, these would take launches apart
     case = replace(
-        PLAIN, dtype="bfloat16", dims=dims, lengths=(1500, 1400), heads=heads, **{"batch": 5, **REPEATED[features]}
-    )
+        PLAIN, dtype="bfloat16", dims=dims, lengths=(1500, 1400), heads=heads,
+        **{"batch": 5, **(REPEATED | UNDER_MASKS)[features]},
+    )  # fmt: skip
     call = cases.build(case, "normal", DEVICE)
     if config >= len(flash_bwd.configs(call.problem, GPU)):
         pytest.skip("the call has one config")

@@ -136,13 +136,13 @@ def test_a_mask_of_other_strides_is_packed_by_them(card: Card) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_mask_without_a_fixed_order_takes_the_joint_launch(card: Card, deterministic: bool) -> None:
+def test_a_mask_takes_the_joint_launch(card: Card, deterministic: bool) -> None:
     q, k, v = inputs(256)
     mask = torch.ones(1, 4, 256, 256, dtype=torch.bool)
     torch.autograd.grad(warpwave.attention(q, k, v, mask=mask, deterministic=deterministic).sum(), (q, k, v))
     packing = [spec.constants["TRANSPOSED"] for spec in card.compiled if spec.kernel.__name__ == "pack_mask_kernel"]
-    assert packing == ([True, False] if deterministic else [True])
-    assert compiled(card)[-5:] == [*HIDDEN, *(APART if deterministic else BACKWARD)]
+    assert packing == [True]
+    assert compiled(card)[-5:] == [*HIDDEN, *BACKWARD]
 
 
 PARTS = ["maxima_kernel", "split_rows_kernel", "split_dq_kernel", "split_dkv_kernel"]

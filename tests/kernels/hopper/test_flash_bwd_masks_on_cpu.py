@@ -25,6 +25,7 @@ MASKED: dict[str, dict[str, Any]] = {
     "mask": {"mask": "full", "sinks": True},
     "mask of keys, causal": {"mask": "keys", "causal": "bottom_right", "lengths": (330, 150), "heads": (2, 1)},
     "mask of keys": {"mask": "keys", "heads": (4, 2), "batch": 2, "sinks": True},
+    "mask of rows": {"mask": "rows", "heads": (4, 2), "lengths": (400, 600)},
     "mask of rows, window": {"mask": "rows", "window": (300, 5), "lengths": (400, 600), "softcap": 15.0},
     "mask of a head, alibi": {"mask": "full", "heads": (4, 2), "alibi": "heads", "batch": 2, "causal": "top_left"},
 }
@@ -34,23 +35,30 @@ MASKED: dict[str, dict[str, Any]] = {
 UNSEEN = [torch.nan, 60000.0]
 
 
-@pytest.mark.parametrize(("dims", "config"), [((64, 40), -1), ((192, 128), -1), ((64, 40), 0), ((128, 80), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "config", "deterministic"),
+    [((64, 40), -1, True), ((192, 128), -1, True), ((64, 40), 0, False), ((64, 40), 0, True), ((128, 80), 0, True)],
+    ids=str,
+)
 @pytest.mark.parametrize("of_unseen", UNSEEN)
 @pytest.mark.parametrize("features", MASKED)
-def test_masks_on_a_cpu(features: str, of_unseen: float, dims: tuple[int, int], config: int) -> None:
+def test_masks_on_a_cpu(
+    features: str, of_unseen: float, dims: tuple[int, int], config: int, deterministic: bool
+) -> None:
     call = cases.build(replace(SHORT, dims=dims, **MASKED[features]), "normal", CPU)
-    judge(call, of_unseen, more=False, config=config, deterministic=config == -1)
+    judge(call, of_unseen, more=False, config=config, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=str)
-def test_padding_of_each_head_on_a_cpu(heads: tuple[int, int]) -> None:
+def test_padding_of_each_head_on_a_cpu(heads: tuple[int, int], deterministic: bool) -> None:
     """A block of keys reads its words once, unless the heads of a group differ."""
     call = cases.build(replace(SHORT, dims=(64, 40), heads=heads, batch=2, mask="keys", lse=False), "normal", CPU)
     lengths = torch.arange(20, 20 + 40 * 2 * heads[0], 40).view(2, heads[0], 1, 1)
     mask = torch.arange(330) < lengths
     judge(call._replace(
         problem=replace(call.problem, mask_shape=tuple(mask.shape)), operands=call.operands._replace(mask=mask)
-    ), torch.nan, more=False, config=0, deterministic=False)  # fmt: skip
+    ), torch.nan, more=False, config=0, deterministic=deterministic)  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", [(64, 40), (128, 128)], ids=str)

@@ -55,7 +55,8 @@ def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_det
             ]
             assert steps_of_block == [(head, tile) for tile in walked for head in (6, 7, 8)]
             for tile in walked:
-                rank = ranks.rank_of(Fields(IS_DETERMINISTIC=is_deterministic), block, torch.tensor(tile), own, rules)
+                turn_of = Fields(IS_DETERMINISTIC=is_deterministic)
+                rank = ranks.rank_of(turn_of, block, torch.tensor(tile), None, 0, own, rules)
                 found.setdefault(tile, []).append(int(rank))
         for turn in found.values():
             assert turn == [i if is_deterministic else min(i, 1) for i in range(len(turn))], (work, rules, found)

@@ -110,8 +110,8 @@ def pack_mask_kernel(
     HAS_HIGH: tl.constexpr,
 ):
     """Packs the words of BLOCK_ROWS rows and TILE columns of one head, and flags whether any bit is set. Rows are
-    queries, or keys if TRANSPOSED; then it also flags, in int8 tensors of zeros (batch, heads, queries) and (batch,
-    heads, keys), the queries and the keys of visible pairs. Columns past the last one are hidden, and so are pairs
+    queries, or keys if TRANSPOSED; then it also flags, if given int8 tensors of zeros (batch, heads, queries) and
+    (batch, heads, keys), the queries and the keys of visible pairs. Columns past the last one are hidden, and so are pairs
     outside the band `low <= key - query <= high`.
 
     Strides of the mask are in units of four keys if ALIGNED (`load_quads`), and `num_quads` is num_keys / 4. The
@@ -137,11 +137,11 @@ def pack_mask_kernel(
         words = words_of_keys(x)
         to = ((item * tiles + tile) * num_keys + row)[None, :] * 4 + four[:, None]
         tl.store(words_ptr + to, words, mask=(row < num_keys)[None, :])
-        # Other programs may store the same 1.
-        seen = tl.max((x != 0).to(tl.int32), axis=1)
-        tl.store(queries_seen_ptr + item * num_queries + queries, seen.to(tl.int8), mask=seen != 0)
-        seen = tl.max((words != 0).to(tl.int32), axis=0)
-        tl.store(keys_seen_ptr + item * num_keys + row, seen.to(tl.int8), mask=seen != 0)
+        if queries_seen_ptr is not None:  # other programs may store the same 1
+            seen = tl.max((x != 0).to(tl.int32), axis=1)
+            tl.store(queries_seen_ptr + item * num_queries + queries, seen.to(tl.int8), mask=seen != 0)
+            seen = tl.max((words != 0).to(tl.int32), axis=0)
+            tl.store(keys_seen_ptr + item * num_keys + row, seen.to(tl.int8), mask=seen != 0)
     else:
         x = load_quads(
             mask_ptr, row, tile * TILE, stride_mask_m, stride_mask_n, num_queries, num_keys, num_quads, low, high, TILE,
@@ -206,11 +206,11 @@ def specify(
     problem: AttentionProblem,
     mask: torch.Tensor,
     words: torch.Tensor,
-    seen: tuple[torch.Tensor, torch.Tensor] | None = None,
+    transposed: bool = False,
+    seen: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> launch.Launch:
-    """Returns the launch that packs `mask` into `words`, of `packed(problem).size`; or its transpose, of
-    `packed(problem, True).size`, if `seen` is given: the flags of queries and of keys, zeros of `seen_shapes`."""
-    transposed = seen is not None
+    """Returns the launch that packs `mask`, or its transpose, into `words`, of `packed(problem, transposed).size`. With
+    the transpose, `seen` may be the flags of queries and of keys, zeros of `seen_shapes`."""
     p = packed(problem, transposed)
     low, high = problem.band(problem.seqlen_q, problem.seqlen_k)
     num_queries, num_keys = (problem.seqlen_q, p.rows) if transposed else (p.rows, problem.seqlen_k)
@@ -221,7 +221,7 @@ def specify(
     return launch.Launch(
         kernel=pack_mask_kernel,
         grid=p.batch * p.heads * p.tiles * p.row_blocks,
-        tensors=(mask, words, *(seen or (None, None))),
+        tensors=(mask, words, *seen),
         scalars=[
             *units, p.heads, num_queries, num_keys, num_keys // 4, p.row_blocks, p.tiles, p.flags_begin, low or 0,
             high or 0,

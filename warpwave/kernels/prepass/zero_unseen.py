@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
 
 class Flags(NamedTuple):
     """int8 flags of the tokens that belong to a visible pair, (batch, query head, token) with strides of 0 along
-    broadcast axes; or None."""
+    broadcast axes."""
 
     ptr: Pointer
     stride_b: int
@@ -48,15 +48,14 @@ class Flags(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The tensors of queries, q and dout, or of keys, k and v; their copies; and what hides tokens. A token is seen if
-    a query head of its head's group is flagged by the mask and by the bias."""
+    """The tensors of queries, q and dout, or of keys, k and v; their copies; and the flags of tokens. A token is
+    seen if it is flagged for a query head of its head's group."""
 
     first: Tokens
     second: Tokens
     first_copy_ptr: Pointer
     second_copy_ptr: Pointer
-    of_mask: Flags
-    of_bias: Flags
+    flags: Flags
     num_heads: int
     group_size: int
     num_rows: int
@@ -65,26 +64,17 @@ class Side(NamedTuple):
 
 class Tensors(NamedTuple):
     """The tensors of a side: tokens of (batch, tokens, heads, head_dim) whose rows begin at multiples of UNIT
-    elements; contiguous copies of their shapes; and the flags of mask and bias, each (batch, query heads,
-    tokens) int8 or None, whose axes of 1 are broadcast."""
+    elements; contiguous copies of their shapes; and int8 flags (batch, query heads, tokens), whose axes of 1 are
+    broadcast."""
 
     tokens: tuple[torch.Tensor, torch.Tensor]
     copies: tuple[torch.Tensor, torch.Tensor]
-    flags: tuple[torch.Tensor | None, torch.Tensor | None]
+    flags: torch.Tensor
 
     @property
-    def flat(self) -> tuple[torch.Tensor | None, ...]:
+    def flat(self) -> tuple[torch.Tensor, ...]:
         """Returns them in the order of `Side`."""
-        return *self.tokens, *self.copies, *self.flags
-
-
-@jit
-def _flagged(flags: Flags, batch, head, rows, inside):
-    shown = tl.full(rows.shape, 1, tl.int32)
-    if flags.ptr is not None:
-        ptr = flags.ptr + batch.to(tl.int64) * flags.stride_b + head.to(tl.int64) * flags.stride_h
-        shown = tl.load(ptr + rows * flags.stride_m, mask=inside, other=0).to(tl.int32)
-    return shown
+        return *self.tokens, *self.copies, self.flags
 
 
 @jit
@@ -94,12 +84,12 @@ def _tile_of(side: Side, block, BLOCK_ROWS: tl.constexpr):
     batch = block // side.row_blocks // side.num_heads
     rows = block % side.row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < side.num_rows
+    flags = side.flags
     seen = tl.zeros([BLOCK_ROWS], tl.int32)
     for member in range(side.group_size):
         of_head = head * side.group_size + member
-        seen |= _flagged(side.of_mask, batch, of_head, rows, inside) & _flagged(
-            side.of_bias, batch, of_head, rows, inside
-        )
+        ptr = flags.ptr + batch.to(tl.int64) * flags.stride_b + of_head.to(tl.int64) * flags.stride_h
+        seen |= tl.load(ptr + rows * flags.stride_m, mask=inside, other=0).to(tl.int32)
     return batch, head, rows, inside, seen != 0
 
 
@@ -227,8 +217,7 @@ def _scalars(of: Tensors, group: int) -> list[int]:
     """Returns the numbers of a `Side`."""
     _, rows, heads, _ = of.tokens[0].shape
     strides = [stride for t in of.tokens for stride in _in_units(t)]
-    of_flags = [stride for t in of.flags for stride in broadcast_strides(t)[:3]]
-    return [*strides, *of_flags, heads, group, rows, -(-rows // BLOCK_ROWS)]
+    return [*strides, *broadcast_strides(of.flags)[:3], heads, group, rows, -(-rows // BLOCK_ROWS)]
 
 
 def _in_units(tensor: torch.Tensor) -> tuple[int, ...]:

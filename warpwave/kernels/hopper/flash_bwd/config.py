@@ -170,13 +170,6 @@ RULES: tuple[Rule[Config], ...] = (
         "not measured; its tiles do not fit shared memory beside those of the joint launch",
     ),
     Rule(
-        "a mask, deterministic",
-        lambda problem: problem.mask_shape is not None and problem.deterministic,
-        (APART,),
-        "the joint launch has no fixed order of sums under a mask; 0.62 and 0.77 of its rate",
-        "2026-11-26-h200-masks-biases.log",
-    ),
-    Rule(
         "head_dim up to 64",
         lambda problem: tile_pieces(problem)[0] == (NARROW,),
         (Config(128, 2), APART),

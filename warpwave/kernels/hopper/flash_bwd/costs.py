@@ -58,8 +58,6 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         zeros = (*zeros, Cost(0, 0, 0, 0, 0, launches=2))  # prepass/zero_unseen.py, which is taken to copy nothing
         needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
         workspace += sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
-    if config.is_joint and problem.mask_shape is not None:  # the sums of dQ
-        zeros = (*zeros, Cost(0, 0, 0, 0, sums, first_bytes=sums))
     if not config.is_joint:
         parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
         return in_turn(parts, workspace)

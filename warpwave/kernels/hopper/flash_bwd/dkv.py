@@ -35,6 +35,7 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     Stream,
     gradient,
     kept,
+    listed,
     mask_lines,
     mask_words,
     matrices,
@@ -139,7 +140,7 @@ def sum_values(tiles, work, n, results, mask: Mask, heads, rules):
     walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
     if rules.HAS_MASK:
         steps = gl.load(walk)
-        head, row_first = step_of(gl.load(walk + 1), work, heads, rules)
+        head, row_first = step_of(listed(walk, 0), work, heads, rules)
     s = scores_of(tiles.keys, tiles.queries, n, row_first, band, rules)
     x = warpgroup_mma_wait(0, deps=[s])
     lines = mask_lines(mask, work, key_first, work.seqlen_k, rules.BLOCK_M, rules)
@@ -172,7 +173,7 @@ def sum_values(tiles, work, n, results, mask: Mask, heads, rules):
         zero_queries_before(tiles.dout, n, row_first, band, rules)
         pending = values_async(operand(kept(p, rules), tiles.dout.ring), tiles.dout.ring, n, dv)
         if rules.HAS_MASK:
-            head, row_first = step_of(gl.load(walk + i + 2, mask=i + 1 < steps, other=0), work, heads, rules)
+            head, row_first = step_of(listed(walk, i + 1, i + 1 < steps), work, heads, rules)
         else:
             head = gl.where(place + 1 == count, head + 1, head)
             place = gl.where(place + 1 == count, 0, place + 1)

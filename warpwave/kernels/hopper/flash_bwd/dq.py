@@ -21,6 +21,7 @@ from warpwave.kernels.hopper.flash_bwd.band import Options, Rules, band_of, firs
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, bias_of, bytes_of, load_bias, store_gradient
 from warpwave.kernels.hopper.flash_bwd.steps import (
     gradient,
+    listed,
     mask_lines,
     mask_words,
     matrices,
@@ -172,13 +173,13 @@ def producer(maps, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, co
             key_next = key + begin * rules.BLOCK_N
             if rules.HAS_MASK:
                 end = begin + gl.load(walk)
-                key_next = gl.load(walk + 1) * rules.BLOCK_N
+                key_next = listed(walk, 0) * rules.BLOCK_N
             load_keys(tiles, k_maps, n, batch, kv_head, key_next, work.head, row_first)
             load_queries(q_maps, dout_maps, tiles, batch, work.head, work.q_begin + row_first, messages)
             for j in range(begin, end):
                 if rules.HAS_MASK:
                     load_tile(tiles.values, v_maps, n, batch, kv_head, key_next)
-                    key_next = gl.load(walk + (j + 1 - begin + 1), mask=j + 1 < end, other=0) * rules.BLOCK_N
+                    key_next = listed(walk, j + 1 - begin, j + 1 < end) * rules.BLOCK_N
                 else:
                     load_tile(tiles.values, v_maps, n, batch, kv_head, key + j * rules.BLOCK_N)
                     key_next = key + (j + 1) * rules.BLOCK_N
@@ -297,7 +298,7 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
     for j in range(begin, end):
         key_first = band.k_begin + j * rules.BLOCK_N
         if rules.HAS_MASK:
-            key_first = gl.load(walk + (j - begin + 1)) * rules.BLOCK_N
+            key_first = listed(walk, j - begin) * rules.BLOCK_N
         words = mask_words(mask, lines, work.head, key_first, rules.BLOCK_N, rules)
         wait_full(tiles.values, n)
         dp = scores_async(dout, tiles.values, n, zero)

@@ -21,14 +21,12 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
         keys: of a step in the launch of dQ.
     """
     words: list[Need | None] = [None] * 4
-    flags: list[Need | None] = [None] * 4
     if problem.mask_shape is not None:
         for transposed, of in _lists(problem, config, keys).items():
             words[transposed] = (of.packed.size,), torch.int32
             words[2 + transposed] = of.shape, torch.int32
-        flags[:2] = [(shape, torch.int8) for shape in mask_bits.seen_shapes(problem)]
-    if problem.bias_shape is not None:
-        flags[2:] = [(shape, torch.int8) for shape in bias_seen.shapes(problem)]
+    shapes_of_flags = mask_bits.seen_shapes if problem.bias_shape is None else bias_seen.shapes
+    flags: list[Need | None] = [(shape, torch.int8) for shape in shapes_of_flags(problem)]
     dtype = getattr(torch, problem.dtype)
     of_queries = (problem.batch, problem.seqlen_q, problem.num_heads_q)
     of_keys = (problem.batch, problem.seqlen_k, problem.num_heads_kv)
@@ -49,8 +47,8 @@ def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[S
         lists = _lists(problem, config, steps_over_keys(problem, tensors, config)[0])
         for transposed in lists:
             given = partial(_mask_and_words, transposed=transposed)
-            mask, words, *flags = given(tensors)
-            found.append(Step(mask_bits.specify(problem, mask, words, tuple(flags) or None), given))
+            mask, words, *seen = given(tensors)
+            found.append(Step(mask_bits.specify(problem, mask, words, transposed, tuple(seen)), given))
         for transposed, of in lists.items():
             given = partial(_words_and_walks, transposed=transposed)
             found.append(Step(mask_steps.specify(of, *given(tensors)), given))
@@ -63,23 +61,24 @@ def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[S
 def _lists(problem: AttentionProblem, config: Config, keys: int) -> dict[bool, mask_steps.Lists]:
     """Returns the lists of steps by whether the mask is transposed: those of blocks of keys, over tiles of queries of
     all heads of a group; and in launches apart those of blocks of queries, over tiles of `keys` keys."""
-    group, tile = problem.num_heads_q // problem.num_heads_kv, mask_bits.TILE_KEYS
+    group, tile, rows = problem.num_heads_q // problem.num_heads_kv, mask_bits.TILE_KEYS, mask_bits.BLOCK_ROWS
     of_keys = mask_bits.packed(problem, transposed=True)
     steps_of_head = query_tiles(problem, config.block_m)
-    row_blocks = config.block_n // mask_bits.BLOCK_ROWS
-    found = {True: mask_steps.Lists(of_keys, row_blocks, tile // config.block_m, steps_of_head, group)}
+    per_block, repeat = config.block_n // rows, tile // config.block_m
+    found = {True: mask_steps.Lists(of_keys, -(-problem.seqlen_k // rows), per_block, repeat, steps_of_head, group)}
     if not config.is_joint:
         of_queries = mask_bits.packed(problem)
-        row_blocks, repeat = tile // mask_bits.BLOCK_ROWS, tile // keys
-        found[False] = mask_steps.Lists(of_queries, row_blocks, repeat, of_queries.tiles * repeat)
+        per_block, repeat, steps_of_head = tile // rows, tile // keys, of_queries.tiles * tile // keys
+        found[False] = mask_steps.Lists(of_queries, -(-problem.seqlen_q // rows), per_block, repeat, steps_of_head)
     return found
 
 
 def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
     hidden = t.workspace.hidden
-    if transposed:
-        return t.operands.mask, hidden.words_transposed, hidden.mask_queries, hidden.mask_keys
-    return t.operands.mask, hidden.words
+    words = hidden.words_transposed if transposed else hidden.words
+    # Those of a bias include what the mask hides.
+    seen = (hidden.seen_queries, hidden.seen_keys) if transposed and t.operands.bias is None else (None, None)
+    return t.operands.mask, words, *seen
 
 
 def _words_and_walks(t: Tensors, transposed: bool) -> tuple[Any, ...]:
@@ -88,7 +87,7 @@ def _words_and_walks(t: Tensors, transposed: bool) -> tuple[Any, ...]:
 
 
 def _bias_and_flags(t: Tensors) -> tuple[Any, ...]:
-    return t.operands.bias, t.operands.mask, t.workspace.hidden.bias_queries, t.workspace.hidden.bias_keys
+    return t.operands.bias, t.operands.mask, t.workspace.hidden.seen_queries, t.workspace.hidden.seen_keys
 
 
 def _tokens_and_copies(t: Tensors) -> tuple[Any, ...]:
@@ -97,13 +96,11 @@ def _tokens_and_copies(t: Tensors) -> tuple[Any, ...]:
 
 def _queries(t: Tensors) -> zero_unseen.Tensors:
     hidden = t.workspace.hidden
-    assert hidden.q is not None and hidden.dout is not None
-    return zero_unseen.Tensors(
-        (t.operands.q, t.dout), (hidden.q, hidden.dout), (hidden.mask_queries, hidden.bias_queries)
-    )
+    assert hidden.q is not None and hidden.dout is not None and hidden.seen_queries is not None
+    return zero_unseen.Tensors((t.operands.q, t.dout), (hidden.q, hidden.dout), hidden.seen_queries)
 
 
 def _keys(t: Tensors) -> zero_unseen.Tensors:
     hidden = t.workspace.hidden
-    assert hidden.k is not None and hidden.v is not None
-    return zero_unseen.Tensors((t.operands.k, t.operands.v), (hidden.k, hidden.v), (hidden.mask_keys, hidden.bias_keys))
+    assert hidden.k is not None and hidden.v is not None and hidden.seen_keys is not None
+    return zero_unseen.Tensors((t.operands.k, t.operands.v), (hidden.k, hidden.v), hidden.seen_keys)

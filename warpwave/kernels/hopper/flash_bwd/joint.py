@@ -171,10 +171,9 @@ def adder(
                     head, tile = place_of_step(first_step + i, work, span, heads, True)
                 place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
                 line = place * ALL_LINES
-                rank = rank_of(turns, work.tile, tile, band, rules)
-                if not rules.HAS_MASK:  # noqa: SIM102 (known when compiled, and the other is not)
-                    if rank > 0:
-                        wait_for_turn(turns.counts_ptr + place, rank)
+                rank = rank_of(turns, work.tile, tile, walk, i, band, rules)
+                if rank > 0:
+                    wait_for_turn(turns.counts_ptr + place, rank)
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(tiles.dq_full.index(WARP * GROUPS + group), (n // ADDERS) & 1)
                     to = line + group * LINES
@@ -183,14 +182,14 @@ def adder(
                             share = tiles.dq[piece].index(group).slice(copy * COPY, COPY, dim=0)
                             if rank == 0:
                                 tma_store(dq_map, [to, 0], share)
-                            else:
+                            elif rank > 0:
                                 tma_add(dq_map, [to, 0], share)
                             to += COPY
                 tma.store_wait(lines_of(tiles.dq_shares[1]) // COPY)
                 mbarrier.arrive(tiles.dq_empty.index(0), count=1)
                 tma.store_wait(0)
                 mbarrier.arrive(tiles.dq_empty.index(1), count=1)
-                if turns.IS_DETERMINISTIC or rank == 0:
+                if rank >= 0 and (turns.IS_DETERMINISTIC or rank == 0):
                     pass_turn(turns.counts_ptr + place, rank)
             n += 1
         messages += 1

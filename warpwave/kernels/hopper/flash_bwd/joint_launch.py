@@ -174,7 +174,7 @@ def _finish(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step
     tiles = launches.query_tiles(problem, config.block_m)
 
     def given(t: Tensors) -> tuple[Any, ...]:
-        return t.workspace.dq_sums, t.dq, *t.offsets
+        return t.workspace.dq_sums, t.workspace.turns, t.dq, *t.offsets
 
     of = launch.Launch(
         kernel=rows.finish_dq_kernel,

@@ -104,7 +104,7 @@ def bind(
                 allocate_hidden[:] = [need and maker(*need, device) for need in hidden.needs(problem, config, keys)]
             workspace = workspace._replace(hidden=Hidden(*(f and f() for f in allocate_hidden)))
             tensors = tensors._replace(workspace=workspace)
-        for alike in to_zero(problem, tensors, zeroed) if zeroed or hides else ():
+        for alike in to_zero(tensors, zeroed) if zeroed or hides else ():
             torch._foreach_zero_(alike)
         if hides:
             before.run(tensors, lambda: hidden.steps(problem, tensors, config))
@@ -121,14 +121,11 @@ def bind(
     return run
 
 
-def to_zero(problem: AttentionProblem, tensors: Tensors, has_hidden_rows: bool) -> list[list[torch.Tensor]]:
-    """Returns what must be zero before the launches, in lists of one dtype, each of which torch zeroes at once: flags;
-    gradients that no block writes; and the sums of dQ, if no block stores the first share (turns.py), or if a tile may
-    lie before the first query that sees a key, because tiles begin at multiples of another length (band.band_of)."""
-    dq, of_keys, sums = tensors.dq, list(tensors.of_keys), tensors.workspace.dq_sums
+def to_zero(tensors: Tensors, has_hidden_rows: bool) -> list[list[torch.Tensor]]:
+    """Returns what must be zero before the launches, in lists of one dtype, each of which torch zeroes at once: flags,
+    and gradients that no block writes."""
+    dq, of_keys = tensors.dq, list(tensors.of_keys)
     found = [tensors.workspace.hidden.flags]
-    if sums is not None and (problem.mask_shape is not None or (problem.bias_shape is not None and has_hidden_rows)):
-        found.append([sums])
     if has_hidden_rows:
         found += [[dq, *of_keys]] if of_keys[0].dtype == dq.dtype else [[dq], of_keys]
     return [alike for alike in found if alike]

@@ -32,7 +32,7 @@ class Hidden(NamedTuple):
     Attributes:
         words, words_transposed: the packed mask and its transpose (prepass/mask_bits.py).
         walks, walks_transposed: lists of the steps of blocks of queries, and of blocks of keys.
-        mask_queries, mask_keys, bias_queries, bias_keys: int8 flags of what mask and bias do not hide entirely, zeros
+        seen_queries, seen_keys: int8 flags of the queries and keys that mask and bias do not hide entirely, zeros
             before the launches.
         copies_needed: int8, 0 before the launches: whether those of the gradients read the copies below.
         q, k, v, dout: copies with zeros for what is hidden entirely.
@@ -42,10 +42,8 @@ class Hidden(NamedTuple):
     words_transposed: torch.Tensor | None = None
     walks: torch.Tensor | None = None
     walks_transposed: torch.Tensor | None = None
-    mask_queries: torch.Tensor | None = None
-    mask_keys: torch.Tensor | None = None
-    bias_queries: torch.Tensor | None = None
-    bias_keys: torch.Tensor | None = None
+    seen_queries: torch.Tensor | None = None
+    seen_keys: torch.Tensor | None = None
     copies_needed: torch.Tensor | None = None
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
@@ -55,12 +53,12 @@ class Hidden(NamedTuple):
     @property
     def flags(self) -> list[torch.Tensor]:
         """Returns the int8 flags that there are."""
-        return [flags for flags in self[4:9] if flags is not None]
+        return [flags for flags in self[4:7] if flags is not None]
 
     @property
     def copies(self) -> tuple[torch.Tensor, ...]:
         """Returns the copies; none without a mask or a bias."""
-        return tuple(copy for copy in self[9:] if copy is not None)
+        return tuple(copy for copy in self[7:] if copy is not None)
 
 
 class Workspace(NamedTuple):

@@ -163,6 +163,7 @@ def statistics_kernel(
 @jit(do_not_specialize=UNSPECIALIZED)
 def finish_dq_kernel(
     dq_sums_ptr,
+    turns_ptr,
     dq_ptr,
     stride_qb,
     stride_qm,
@@ -180,7 +181,8 @@ def finish_dq_kernel(
     ALIGN: tl.constexpr,
 ):
     """Computes dQ of one tile of queries of one head: its sums, in the order in which wgmma's accumulators lie in
-    registers (joint_steps.put_dq), times the scale, rounded once."""
+    registers (joint_steps.put_dq), times the scale, rounded once. Zeros if no block stored a sum, as the count of turns
+    tells."""
     place = tl.program_id(0) % num_tiles
     batch_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     head = batch_head % num_heads
@@ -189,6 +191,7 @@ def finish_dq_kernel(
     first = tl.where(tile < 0, q_end, q_begin + tile * BLOCK_M)
     # The shares of two groups: side by side in a tile of 64 queries, one below the other in a tile of 128.
     ACROSS: tl.constexpr = 128 // BLOCK_M
+    is_stored = tl.load(turns_ptr + batch_head * num_tiles + place) > 0
     sums = dq_sums_ptr + (batch_head * num_tiles + place) * SUMS_OF_TILE
     dq_ptr += item * stride_qb + head * stride_qh
     for group in tl.static_range(2):
@@ -197,14 +200,16 @@ def finish_dq_kernel(
         for piece in tl.static_range(len(DQ_SHARES[group])):
             # A piece follows the earlier pieces of both groups. In it, the second group's columns follow the first's.
             column = 64 * ACROSS * piece + group % ACROSS * DQ_SHARES[0][piece]
-            finish_piece(sums, rows, lanes < q_end, column, softmax_scale, DQ_SHARES[group][piece], HEAD_DIM)
+            finish_piece(
+                sums, is_stored, rows, lanes < q_end, column, softmax_scale, DQ_SHARES[group][piece], HEAD_DIM
+            )
             sums += 64 * DQ_SHARES[group][piece]
 
 
 @jit
-def finish_piece(sums, rows, inside, column, softmax_scale, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+def finish_piece(sums, is_stored, rows, inside, column, softmax_scale, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Stores WIDTH columns of 64 rows of dQ, from `column` on."""
-    x = tl.load(sums + tl.arange(0, 64 * WIDTH))
+    x = tl.load(sums + tl.arange(0, 64 * WIDTH), mask=is_stored, other=0.0)
     x = tl.reshape(tl.permute(tl.reshape(x, [WIDTH // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, WIDTH])
     dims = column + tl.arange(0, WIDTH)
     result = (x * softmax_scale).to(rows.dtype.element_ty)

@@ -81,7 +81,7 @@ def mask_words(mask: Mask, lines, head, column_first, WIDTH: gl.constexpr, rules
 
 @jit
 def walk_of(mask: Mask, work, block, rules):
-    """Returns the address of the list of a block's steps, 0 without a mask. The number of steps comes first."""
+    """Returns the address of the list of a block's steps (prepass/mask_steps.py), 0 without a mask."""
     walk = gl.to_tensor(0)
     if rules.HAS_MASK:
         walk = mask.walks_ptr + work.batch.to(gl.int64) * mask.stride_walks_b
@@ -172,22 +172,32 @@ def place_of_step(i, work, span, heads, TILES_FIRST: gl.constexpr):
 
 
 @jit
-def step_of(listed, work, heads, rules):
-    """Returns the query head and the first query of a listed step of a block of keys: the number of its tile of
-    queries, counted over the heads of a group."""
-    tiles = heads.rows // rules.BLOCK_M
-    return work.head * heads.group_size + listed // tiles, listed % tiles * rules.BLOCK_M
+def listed(walk, i, is_there=True):
+    """Returns the i-th step of a list, 0 if it is not there."""
+    return gl.load(walk + 1 + 2 * i, mask=is_there, other=0)
+
+
+@jit
+def rank_listed(walk, i):
+    """Returns the rank of the i-th step of a list: how many earlier blocks list it, -1 if the block shows nothing."""
+    return gl.load(walk + 2 + 2 * i)
+
+
+@jit
+def step_of(step, work, heads, rules):
+    """Returns the query head and the first query of a listed step of a block of keys."""
+    return work.head * heads.group_size + step % heads.group_size, step // heads.group_size * rules.BLOCK_M
 
 
 @jit
 def listed_step(walk, i, work, heads, rules):
     """Returns the query head and the first query of the i-th step of a list. If all steps have the same words, a block
-    lists all of them, or, hidden, the first alone."""
+    lists all of them, or, if it shows nothing, any one, and the list need not be read."""
     if rules.MASK_PER_STEP:
-        head, row_first = step_of(gl.load(walk + i + 1), work, heads, rules)
+        step = listed(walk, i)
     else:
-        head, row_first = step_of(i, work, heads, rules)
-    return head, row_first
+        step = heads.rows // rules.BLOCK_M * heads.group_size - 1 - i
+    return step_of(step, work, heads, rules)
 
 
 @jit

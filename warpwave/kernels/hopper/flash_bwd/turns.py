@@ -8,21 +8,21 @@ it. Each tile of a head has a count in memory. A block waits until the count is 
 - Otherwise the rank is 0 for the first block and 1 for all others, and only the first block raises the count. That is
   up to 1.15 times as fast (`2026-11-27-h200-gradients-beside-peers.json`).
 
-Under a mask, the first block with a visible pair of a tile is not known. The sums are then zeroed before, and all
-blocks add to them without waiting; deterministic gradients come from launches apart.
+Under a mask, the ranks are listed with the steps (prepass/mask_steps.py). A block that shows nothing has rank -1 and
+adds nothing. The sums of a tile whose count is still 0 at the end are read as zeros.
 
 Nothing waits for ever, because a block waits only for blocks of earlier keys, which running programs took before
-(`band.work_on_keys`, `scheduler.draw_in_order`). Without a mask, all blocks walk their queries from the last tile to
-the first, and all heads of a tile before the next tile. Under a causal mask, a block of later keys sees fewer tiles
-than one of earlier keys, but begins at the same tile, so it seldom gets ahead of the first block. With a window it
-begins at the same or a later tile. Parts of blocks (`config.divided_tail`) begin where the same parts of other blocks
-begin.
+(`band.work_on_keys`, `scheduler.draw_in_order`). All blocks walk their queries from the last tile to the first, and all
+heads of a tile before the next tile. Under a causal mask, a block of later keys sees fewer tiles than one of earlier
+keys, but begins at the same tile, so it seldom gets ahead of the first block. With a window it begins at the same or a
+later tile. Parts of blocks (`config.divided_tail`) begin where the same parts of other blocks begin.
 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """
 
 # No postponed annotations here: an aggregate's fields are checked against its annotations.
 
+from warpwave.kernels.hopper.flash_bwd.steps import rank_listed
 from warpwave.runtime.gluon_or_stub import aggregate, gl, jit
 
 
@@ -35,16 +35,18 @@ class Turns:
 
 
 @jit
-def rank_of(turns, block, tile, band, rules):
-    """Returns the count for which a block of keys waits before it adds to a tile of queries."""
-    rank = block
-    if rules.HAS_LOW:
-        first_key = band.q_begin + tile * rules.BLOCK_M + band.low - band.k_begin
-        rank = rank - gl.maximum(first_key, 0) // rules.BLOCK_N
+def rank_of(turns, block, tile, walk, i, band, rules):
+    """Returns the count for which a block of keys waits before it adds to a tile of queries, in its i-th step; -1 if it
+    adds nothing."""
+    if rules.HAS_MASK:
+        rank = rank_listed(walk, i)
+    else:
+        rank = block
+        if rules.HAS_LOW:
+            first_key = band.q_begin + tile * rules.BLOCK_M + band.low - band.k_begin
+            rank = rank - gl.maximum(first_key, 0) // rules.BLOCK_N
     if not turns.IS_DETERMINISTIC:
         rank = gl.minimum(rank, 1)
-    if rules.HAS_MASK:
-        rank = gl.to_tensor(1)
     return rank
 
 
