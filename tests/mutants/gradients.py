@@ -175,7 +175,7 @@ BACKWARD = [
     ),
     Mutant(
         "gradients of one side: dropout of the first rows in every tile", ONE_SIDE,
-        "dropout_key, batch, head, row_tile,", "dropout_key, batch, head, 0,",
+        "dropped_head, row_tile,", "dropped_head, 0,",
         f"{BY_ONE_SIDE}test_features", "dropout and 16x128", "FAIL A peer rule of d",
     ),
     Mutant(
@@ -216,13 +216,12 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: rows that share a call drop the same", DROPOUT,
-        "word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))",
-        "word = tl.where(key_bit != 0, w1, w0)",
+        "word = tl.where(row_bit != 0, w1, w0)", "word = w0",
         f"{IN_DROPOUT}test_forwards_drop_the_same_pairs", "flash_fwd and 128", "torch.equal",
     ),
     Mutant(
-        "dropout: words compared as unsigned numbers on the host", DROPOUT,
-        "word - ((word & _SIGN) << 1) >= threshold(dropout_p)", "word - _SIGN >= threshold(dropout_p)",
+        "dropout: numbers compared as unsigned ones on the host", DROPOUT,
+        "number - ((number & _SIGN) << 1) >= _least_kept(dropout_p)", "number - _SIGN >= _least_kept(dropout_p)",
         f"{IN_DROPOUT}test_the_mask_is_the_contract", "", "assert",
     ),
     Mutant(

@@ -1,23 +1,25 @@
 """Dropout: one function of the seed and of positions decides which probabilities are dropped, on every device and in
 every kernel.
 
-The pair of query i and key j, of query head h in batch item b, has a random word of 32 bits. It is dropped if the word,
-as a signed number, is below `threshold(p)`; a pair that is kept counts `scale(p)` times. The words are those of
-Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); 7 rounds are the fewest that pass
+The pair of query i and key j, of query head h in batch item b, has a random number of 16 bits. It is dropped if the
+number, as a signed one, is below 2^16 p - 2^15, rounded; a pair that is kept counts `scale(p)` times. The numbers are
+those of Philox2x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); 7 rounds are the fewest that pass
 BigCrush), and a seed is two 64-bit integers (seed, offset):
 
-    key      = words 0 and 1 of Philox(key = seed, counter = (low half of offset, high half of offset, 0, 0))
-    counter  = (j without bit 3, i without bit 3, h, b)
-    word     = number (bit 3 of j) + 2 * (bit 3 of i) of Philox(key, counter)
+    (c, d)   = Philox(key = low half of seed, counter = (high half of seed, low half of offset))
+    (k, l)   = Philox(key = c, counter = (d, high half of offset))
+    (u, v)   = Philox(key = k, counter = (h, b))
+    words    = Philox(key = l, counter = (u ^ (j without bit 3), v ^ (i without bit 3)))
+    number   = the high half of word (bit 3 of i) if bit 3 of j is 0, else the low half
 
 i and j count from the beginning of their sequence and b counts sequences, so a packed sequence drops what the same
-sequence of a dense batch drops. It does not depend on tiles, configs or kernels. Pairs of equal positions in different
-sequences never share a counter, and different offsets have different keys, so neighboring offsets are independent.
+sequence of a dense batch drops. It does not depend on tiles, configs or kernels. Two heads of a call have pairs with
+the same counter only if both halves of their (u, v) are closer than their sequences are long.
 
 Why bit 3: four pairs share one call. In the accumulator of a wgmma instruction, a thread holds rows r and r + 8 and
-columns c and c + 8, in a tile of scores and in a transposed one. It uses all four words of a call, and no data is
-exchanged. With mma instructions, whose warps share the columns of a tile, a thread uses two words, elsewhere one or
-two.
+columns c and c + 8, in a tile of scores and in a transposed one. It uses both words of a call, and no data is
+exchanged. With mma instructions, whose warps share the columns of a tile, a thread uses half of them, elsewhere a
+fourth or half.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ ROUNDS = tl.constexpr(_ROUNDS)
 SHARED_BIT = tl.constexpr(8)  # bit 3 of a position, in which the pairs that share a call differ
 SEED_SHAPE = (2,)  # (seed, offset), int64
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_WORD, _SIGN = 0xFFFFFFFF, 0x80000000
-EVEN, ODD = tl.constexpr(_MULTIPLIERS[0]), tl.constexpr(_MULTIPLIERS[1])
-STEP_0, STEP_1 = tl.constexpr(_KEY_STEPS[0]), tl.constexpr(_KEY_STEPS[1])
+_MULTIPLIER, _KEY_STEP = 0xD256D193, 0x9E3779B9
+_WORD = 0xFFFFFFFF
+_BITS, _HALF, _SIGN = 16, 0xFFFF, 0x8000
+MULTIPLIER, KEY_STEP = tl.constexpr(_MULTIPLIER), tl.constexpr(_KEY_STEP)
+BITS = tl.constexpr(_BITS)  # of a pair's random number
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -68,14 +70,20 @@ def check_seed(seed: Any) -> None:
         raise InvalidInput(f"dropout_seed has shape {tuple(seed.shape)}; it must be (2,), a seed and an offset")
 
 
+def _least_kept(dropout_p: float) -> int:
+    """Returns the least random number, as a signed one, that keeps its pair."""
+    return min(round(dropout_p * 2**_BITS), 2**_BITS - 1) - _SIGN
+
+
 def threshold(dropout_p: float) -> int:
-    """Returns the signed 32-bit number below which a random word drops its pair: p in units of 2^-32."""
-    return min(round(dropout_p * 2**32), 2**32 - 1) - 2**31
+    """Returns the signed number of 32 bits below which a random number drops its pair, if it is the high half of such a
+    number (`dropout_words`)."""
+    return _least_kept(dropout_p) << _BITS
 
 
 def scale(dropout_p: float) -> float:
-    """Returns 1 / (1 - p), by which the probabilities that are kept are multiplied."""
-    return 1.0 / (1.0 - dropout_p)
+    """Returns 1 / (1 - p), by which the probabilities that are kept are multiplied; p is rounded as in `threshold`."""
+    return 1.0 / (1.0 - (_least_kept(dropout_p) + _SIGN) / 2**_BITS)
 
 
 def scalars(dropout_p: float) -> tuple[int | None, float | None]:
@@ -110,96 +118,92 @@ def kept(dropout_p: float, seed: torch.Tensor, batch: range, heads: range, rows:
     row_groups, key_groups = (
         (16 * torch.arange(s.start, s.stop, device=seed.device)[:, None] + first).flatten() for s in spans
     )
-    key = _key_of(seed)
-    counter = (
-        key_groups,
-        row_groups[:, None],
-        torch.arange(heads.start, heads.stop, device=seed.device)[:, None, None],
-        torch.arange(batch.start, batch.stop, device=seed.device)[:, None, None, None],
-    )
-    words = [word - ((word & _SIGN) << 1) >= threshold(dropout_p) for word in philox(key, counter)]
+    of_call, of_pairs = _key_of(seed)
+    of_heads = torch.arange(heads.start, heads.stop, device=seed.device)[:, None, None]
+    of_batch = torch.arange(batch.start, batch.stop, device=seed.device)[:, None, None, None]
+    u, v = philox(of_call, (of_heads, of_batch))
+    words = philox(of_pairs, (u ^ key_groups, v ^ row_groups[:, None]))
+    numbers = [number for word in words for number in (word >> _BITS, word & _HALF)]
+    kept_of = [number - ((number & _SIGN) << 1) >= _least_kept(dropout_p) for number in numbers]
     # [batch, heads, 16 rows, 8 rows, 16 keys, 8 keys] for each (bit of the row, bit of the key)
     shape = (len(batch), len(heads), len(spans[0]), 8, len(spans[1]), 8)
-    words = [word.expand(len(batch), len(heads), len(row_groups), len(key_groups)).reshape(shape) for word in words]
-    of_rows = [torch.stack(words[2 * bit : 2 * bit + 2], dim=5).flatten(4) for bit in range(2)]
+    kept_of = [each.expand(len(batch), len(heads), len(row_groups), len(key_groups)).reshape(shape) for each in kept_of]
+    of_rows = [torch.stack(kept_of[2 * bit : 2 * bit + 2], dim=5).flatten(4) for bit in range(2)]
     whole = torch.stack(of_rows, dim=3).flatten(2, 4)
     first_row, first_key = 16 * spans[0].start, 16 * spans[1].start
     return whole[..., rows.start - first_row : rows.stop - first_row, keys.start - first_key : keys.stop - first_key]
 
 
 def _key_of(seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the key of a call."""
+    """Returns the two keys of a call: of its heads, and of their pairs."""
     low, high = seed & _WORD, (seed >> 32) & _WORD
-    zero = torch.zeros_like(low[0])
-    words = philox((low[0], high[0]), (low[1], high[1], zero, zero))
-    return words[0], words[1]
+    first, second = philox(low[0], (high[0], low[1]))
+    return philox(first, (second, high[1]))
 
 
-def philox(key: tuple[torch.Tensor, ...], counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Returns the four words of Philox4x32-7, each in an int64 tensor of the shape that the arguments broadcast to."""
-    (k0, k1), (c0, c1, c2, c3) = key, counter
+def philox(key: torch.Tensor, counter: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the two words of Philox2x32-7, each in an int64 tensor of the shape that the arguments broadcast to."""
+    first, second = counter
     for _ in range(_ROUNDS):
-        # The low 64 bits of an int64 product are those of the unsigned one.
-        even, odd = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0, c1 = ((odd >> 32) & _WORD) ^ c1 ^ k0, odd & _WORD
-        c2, c3 = ((even >> 32) & _WORD) ^ c3 ^ k1, even & _WORD
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1, c2, c3
+        product = _MULTIPLIER * first  # its low 64 bits are those of the unsigned product
+        first, second = ((product >> 32) & _WORD) ^ key ^ second, product & _WORD
+        key = (key + _KEY_STEP) & _WORD
+    return first, second
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
 
 
 @jit
-def _philox(k0, k1, c0, c1, c2, c3):
-    """Returns the four words of Philox4x32-7. Each product has 64 bits. `tl.philox` computes both halves separately,
-    although most GPUs compute them in one instruction."""
+def _philox(key, first, second):
+    """Returns the two words of Philox2x32-7. Each product has 64 bits, which most GPUs compute in one instruction."""
     for _ in tl.static_range(ROUNDS):
-        even = c0.to(tl.uint64) * EVEN
-        odd = c2.to(tl.uint64) * ODD
-        c0 = (odd >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (even >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = odd.to(tl.uint32)
-        c3 = even.to(tl.uint32)
-        k0 += STEP_0
-        k1 += STEP_1
-    return c0, c1, c2, c3
-
-
-@jit
-def load_dropout_key(seed_ptr):
-    """Returns the key of a call, two words, from its (seed, offset)."""
-    seed = tl.load(seed_ptr)
-    offset = tl.load(seed_ptr + 1)
-    zero = offset.to(tl.uint32) * 0
-    first, second, _third, _fourth = _philox(
-        seed.to(tl.uint32), (seed >> 32).to(tl.uint32), offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero, zero
-    )
+        product = first.to(tl.uint64) * MULTIPLIER
+        first = (product >> 32).to(tl.uint32) ^ key ^ second
+        second = product.to(tl.uint32)
+        key += KEY_STEP
     return first, second
 
 
 @jit
-def dropout_words(key, batch, head, row_begin, rows, key_begin, keys):
-    """Returns the random words of the pairs of a tile, as signed numbers; arguments as for `dropout_keeps`."""
+def load_dropout_key(seed_ptr):
+    """Returns the two keys of a call from its (seed, offset)."""
+    seed = tl.load(seed_ptr)
+    offset = tl.load(seed_ptr + 1)
+    first, second = _philox(seed.to(tl.uint32), (seed >> 32).to(tl.uint32), offset.to(tl.uint32))
+    return _philox(first, second, (offset >> 32).to(tl.uint32))
+
+
+@jit
+def dropout_of_head(keys, batch, head):
+    """Returns the key of a head's pairs, and what their counters are combined with; `keys` are those of the call."""
+    u, v = _philox(keys[0], head.to(tl.uint32), batch.to(tl.uint32))
+    return keys[1], u, v
+
+
+@jit
+def dropout_words(of_head, row_begin, rows, key_begin, keys):
+    """Returns the random numbers of the pairs of a tile, as the high halves of signed ones; arguments as for
+    `dropout_keeps`."""
     # Subtracted, because LLVM does not always fold `keys & ~SHARED_BIT` and would then compute each call twice.
     row_bit = rows & SHARED_BIT
     key_bit = keys & SHARED_BIT
     of_keys = (key_begin + (keys - key_bit)).to(tl.uint32)
     of_rows = (row_begin + (rows - row_bit)).to(tl.uint32)
-    w0, w1, w2, w3 = _philox(key[0], key[1], of_keys, of_rows, head.to(tl.uint32), batch.to(tl.uint32))
-    word = tl.where(row_bit != 0, tl.where(key_bit != 0, w3, w2), tl.where(key_bit != 0, w1, w0))
-    return word.to(tl.int32, bitcast=True)
+    w0, w1 = _philox(of_head[0], of_head[1] ^ of_keys, of_head[2] ^ of_rows)
+    word = tl.where(row_bit != 0, w1, w0)
+    return tl.where(key_bit != 0, word << BITS, word).to(tl.int32, bitcast=True)
 
 
 @jit
-def dropout_keeps(key, batch, head, row_begin, rows, key_begin, keys, threshold):
+def dropout_keeps(of_head, row_begin, rows, key_begin, keys, threshold):
     """Returns which pairs of a tile dropout keeps.
 
     Args:
-        key: from `load_dropout_key`.
+        of_head: from `dropout_of_head`.
         row_begin, key_begin: positions in the sequence at which the tile begins, multiples of 16.
         rows, keys: positions in the tile, int32, that broadcast to it. They do not include the tile's begin, so that
             the compiler sees which pairs share a call, and computes the call once.
         threshold: from `threshold`.
     """
-    return dropout_words(key, batch, head, row_begin, rows, key_begin, keys) >= threshold
+    return dropout_words(of_head, row_begin, rows, key_begin, keys) >= threshold

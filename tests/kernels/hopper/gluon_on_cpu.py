@@ -384,8 +384,8 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "eight_bit_accumulator_layout": lambda width: None,
         "row_vectors": lambda width, warps=4: None,
         "load_dropout_key": lambda seed: dropout._key_of(seed.memory),
+        "dropout_of_head": dropout_of_head,
         "dropout_words": dropout_words,
-        "opaque": lambda x: x,
         "following": lambda i: i + 1,
         "sixteen_rows": lambda tile, box, i: (
             tile.reshape(tile.shape[-2:]).slice(16 * i, 16).slice(64 * box, min(64, tile.shape[-1]), dim=1)
@@ -449,15 +449,20 @@ def hidden(x: Tensor, words: Tensor) -> Tensor:
     return torch.where((words >> bit) & 1 != 0, x, -torch.inf)
 
 
-def dropout_words(key: Any, batch: Any, head: Any, row_begin: Any, rows: Any, key_begin: Any, keys: Any) -> Tensor:
+def dropout_of_head(keys: Any, batch: Any, head: Any) -> tuple[Any, ...]:
+    """The key of a head, by the host's Philox."""
+    counter = tuple(torch.as_tensor(x).as_subclass(Tensor).long() for x in (head, batch))
+    return keys[1], *dropout.philox(keys[0], counter)  # type: ignore[arg-type]
+
+
+def dropout_words(of_head: Any, row_begin: Any, rows: Any, key_begin: Any, keys: Any) -> Tensor:
     """The random words of a tile, by the host's Philox and by position."""
     assert row_begin % 16 == key_begin % 16 == 0, "threads of a GPU would take the words of other pairs"
     i, j = (torch.as_tensor(x).as_subclass(Tensor).long() for x in (row_begin + rows, key_begin + keys))
     i, j = torch.broadcast_tensors(i, j)
-    h, b = (torch.as_tensor(x).as_subclass(Tensor).long() for x in (head, batch))
-    words = torch.stack(dropout.philox(key, (j & ~8, i & ~8, h, b)), -1)
-    number = (j >> 3 & 1) + 2 * (i >> 3 & 1)
-    return words.gather(-1, number[..., None]).squeeze(-1).int().as_subclass(Value)
+    first, second = dropout.philox(of_head[0], (of_head[1] ^ j & ~8, of_head[2] ^ i & ~8))
+    word = torch.where(i >> 3 & 1 != 0, second, first)
+    return torch.where(j >> 3 & 1 != 0, word << 16, word).int().as_subclass(Value)
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

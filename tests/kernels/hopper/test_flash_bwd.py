@@ -26,7 +26,7 @@ pytestmark = [
 GRID: dict[str, Any] = {name: values for name, values in FEATURES.items() if name not in ("scale", "lse")} | {
     "dtype": ("float16", "bfloat16"),
     "dims": (
-        *((8, 8), (64, 64), (80, 80), (96, 96), (128, 128), (64, 128), (128, 64), (40, 24)),
+        *((8, 8), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (64, 128), (128, 64), (40, 24), (24, 64)),
         *((256, 256), (192, 128), (160, 160), (136, 248), (64, 256), (256, 64), (208, 208)),
     ),
     # Gradients of a query that sees a single key cancel to 0, and among three queries they have no scale.

@@ -37,7 +37,7 @@ UNSEEN = [torch.nan, 60000.0]
 
 @pytest.mark.parametrize(
     ("dims", "config", "deterministic"),
-    [((64, 40), -1, True), ((192, 128), -1, True), ((64, 40), 0, False), ((64, 40), 0, True), ((128, 80), 0, True)],
+    [((64, 40), -1, True), ((192, 128), -1, True), ((64, 40), 0, False), ((32, 32), 0, True), ((128, 80), 0, True)],
     ids=str,
 )
 @pytest.mark.parametrize("of_unseen", UNSEEN)

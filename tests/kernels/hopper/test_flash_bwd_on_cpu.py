@@ -24,7 +24,7 @@ pytestmark = needs_triton
 @pytest.mark.parametrize(
     ("dims", "config"),
     [
-        *(((64, 64), 0), ((40, 24), 0), ((128, 128), 0), ((64, 80), 0)),
+        *(((64, 64), 0), ((40, 24), 0), ((24, 64), 0), ((32, 16), 0), ((128, 128), 0), ((64, 80), 0), ((24, 128), 0)),
         *(((72, 104), 0), ((96, 72), 0), ((192, 128), 0), ((160, 160), 0), ((40, 136), 0)),
         *(((192, 128), -1), ((40, 64), 1)),
     ],
@@ -54,7 +54,9 @@ def test_sums_in_any_order_are_those_in_order(features: str, dims: tuple[int, in
     assert harness.bits(*one[:3]) == harness.bits(*other[:3])
 
 
-@pytest.mark.parametrize(("dims", "config"), [((64, 64), 0), ((128, 128), 0), ((40, 64), 1), ((192, 128), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "config"), [((64, 64), 0), ((32, 32), 0), ((128, 128), 0), ((40, 64), 1), ((192, 128), 0)], ids=str
+)
 @pytest.mark.parametrize("features", DROPPED)
 def test_dropout_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
     """Also with NaN in rows that see nothing or that nothing sees, where tiles begin."""

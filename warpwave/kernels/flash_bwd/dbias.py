@@ -9,7 +9,7 @@ are several parts, their sums in float32 are added after the launch.
 from __future__ import annotations
 
 from warpwave.kernels.column_tiles import columns_of, load_tiles, operands, pointers_of, row_products
-from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
+from warpwave.kernels.dropout import dropout_keeps, dropout_of_head, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import load_statistics, probabilities, score_gradient, score_tile
 from warpwave.kernels.groups import Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
@@ -115,6 +115,8 @@ def flash_bwd_dbias_kernel(
     for item in range(item_begin, item_end):
         batch = (batch_begin + item // (head_end - head_begin)).to(tl.int64)
         head = (head_begin + item % (head_end - head_begin)).to(tl.int64)
+        if dropout.HAS_DROPOUT:
+            dropped_head = dropout_of_head(dropout_key, batch, head)
         kv_head = head // group_size
         of_head = batch * statistics.stride_b + head * statistics.stride_h
         q_pointers = q_tensor.ptr + (batch * q_tensor.stride_b + head * q_tensor.stride_h)
@@ -165,7 +167,7 @@ def flash_bwd_dbias_kernel(
                 dp = row_products(dout, operands(v, PRECISION, IS_NVIDIA), PRECISION)  # [BLOCK_M, BLOCK_N]
                 if dropout.HAS_DROPOUT:
                     kept = dropout_keeps(
-                        dropout_key, batch, head, row_tile, first_rows[:, None], key_tile, first_keys[None, :],
+                        dropped_head, row_tile, first_rows[:, None], key_tile, first_keys[None, :],
                         dropout.threshold,
                     )  # fmt: skip
                     dp = tl.where(kept, dp * dropout.scale, 0.0)

@@ -20,7 +20,7 @@ from warpwave.kernels.column_tiles import (
     with_products,
     zeros,
 )
-from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
+from warpwave.kernels.dropout import dropout_keeps, dropout_of_head, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
@@ -154,6 +154,8 @@ def flash_bwd_dkv_kernel(
             dv = only_where(~again, dv)
         for member in range(members):
             head = kv_head * group_size + member
+            if dropout.HAS_DROPOUT:
+                dropped_head = dropout_of_head(dropout_key, batch, head)
             line = batch * statistics.stride_b + head * statistics.stride_h
             statistics_pointers = statistics_ptr + line + first_rows
             q_pointers = pointers_of(
@@ -205,7 +207,7 @@ def flash_bwd_dkv_kernel(
                     p_kept = p
                     if dropout.HAS_DROPOUT:
                         kept = dropout_keeps(
-                            dropout_key, batch, head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
+                            dropped_head, row_tile, first_rows[None, :], key_begin, first_keys[:, None],
                             dropout.threshold,
                         )  # fmt: skip
                         p_kept = tl.where(kept, p, 0.0)

@@ -26,7 +26,7 @@ from warpwave.kernels.column_tiles import (
     with_products,
     zeros,
 )
-from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
+from warpwave.kernels.dropout import dropout_keeps, dropout_of_head, load_dropout_key
 from warpwave.kernels.flash_bwd.tiles import (
     any_of,
     infinite_if_blind,
@@ -157,7 +157,7 @@ def flash_bwd_dq_kernel(
     mask_ptr, bias_ptr, slope_log2 = rules_of_head(rules, batch, head, PAIR_GROUP)
 
     if dropout.HAS_DROPOUT:
-        dropout_key = load_dropout_key(dropout.seed_ptr)
+        dropped_head = dropout_of_head(load_dropout_key(dropout.seed_ptr), batch, head)
 
     row_begin = tile * BLOCK_M
     row_last = tl.minimum(row_begin + BLOCK_M, seqlen_q) - 1
@@ -240,7 +240,7 @@ def flash_bwd_dq_kernel(
                 dp = row_products(dout, v_parts, PRECISION)  # [BLOCK_M, BLOCK_N]
                 if dropout.HAS_DROPOUT:
                     kept = dropout_keeps(
-                        dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                        dropped_head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
                         dropout.threshold,
                     )  # fmt: skip
                     dp = tl.where(kept, dp * dropout.scale, 0.0)

@@ -27,7 +27,7 @@ from warpwave.kernels.column_tiles import (
     with_products,
     zeros,
 )
-from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
+from warpwave.kernels.dropout import dropout_keeps, dropout_of_head, load_dropout_key
 from warpwave.kernels.flash_bwd.dbias import store_cells
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import any_of, load_rows, score_gradient, score_tile, through_softcap
@@ -225,8 +225,9 @@ def flash_bwd_joint_kernel(
         dp = row_products(operands(dout, PRECISION, IS_NVIDIA), operands(v, PRECISION, IS_NVIDIA), PRECISION)
         p_kept = p
         if dropout.HAS_DROPOUT:
+            dropped_head = dropout_of_head(dropout_key, batch, head)
             kept = dropout_keeps(
-                dropout_key, batch, head, 0, rows[:, None], 0, keys[None, :], dropout.threshold
+                dropped_head, 0, rows[:, None], 0, keys[None, :], dropout.threshold
             )  # fmt: skip
             p_kept = tl.where(kept, p, 0.0)
             dp = tl.where(kept, dp * dropout.scale, 0.0)

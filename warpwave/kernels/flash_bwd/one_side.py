@@ -32,7 +32,7 @@ from warpwave.kernels.column_tiles import (
     with_products,
     zeros,
 )
-from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
+from warpwave.kernels.dropout import dropout_keeps, dropout_of_head, load_dropout_key
 from warpwave.kernels.flash_bwd.dq import UNSPECIALIZED
 from warpwave.kernels.flash_bwd.tiles import (
     end_of_seen,
@@ -242,8 +242,9 @@ def flash_bwd_one_side_kernel(
         p = probabilities(scores, scale, lse_log2[None, :], MAY_HIDE)
         p_kept = p
         if dropout.HAS_DROPOUT:
+            dropped_head = dropout_of_head(dropout_key, batch, head)
             kept = dropout_keeps(
-                dropout_key, batch, head, row_tile, first_rows[None, :], key_tile, first_keys[:, None],
+                dropped_head, row_tile, first_rows[None, :], key_tile, first_keys[:, None],
                 dropout.threshold,
             )  # fmt: skip
             p_kept = tl.where(kept, p, 0.0)

@@ -57,7 +57,7 @@ from warpwave.kernels.column_tiles import (
     zeros,
 )
 from warpwave.kernels.descales import float8_out, probabilities
-from warpwave.kernels.dropout import dropout_keeps, load_dropout_key
+from warpwave.kernels.dropout import dropout_keeps, dropout_of_head, load_dropout_key
 from warpwave.kernels.flash_fwd.config import Config, fitting, smem_bytes, space
 from warpwave.kernels.groups import Descales, Dropout, InUnits, OfHeads, ScoreRules, Sequences, Window
 from warpwave.kernels.partials import final_state, lse_of
@@ -227,7 +227,7 @@ def flash_fwd_kernel(
     if descales.v.ptr is not None:
         v_descale_ptr = descales.v.ptr + batch * descales.v.stride_b + kv_head * descales.v.stride_h
     if dropout.HAS_DROPOUT:
-        dropout_key = load_dropout_key(dropout.seed_ptr)
+        dropped_head = dropout_of_head(load_dropout_key(dropout.seed_ptr), batch, head)
 
     # The walks over the keys: 0, whole tiles; 1, the others, or all; 2, all again. Values that no query of a tile sees
     # must have no effect, but 0 * NaN is NaN. Zeroing them takes as many instructions as the rest of a tile, so walk 2
@@ -301,7 +301,7 @@ def flash_fwd_kernel(
             if dropout.HAS_DROPOUT:
                 # After the sum: the log-sum-exp is that of the softmax without dropout.
                 kept = dropout_keeps(
-                    dropout_key, batch, head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
+                    dropped_head, row_begin, first_rows[:, None], key_tile, first_keys[None, :],
                     dropout.threshold,
                 )  # fmt: skip
                 p = tl.where(kept, p, 0.0)

@@ -7,7 +7,7 @@ of 16 queries and keys. With dropout, tiles therefore begin at such multiples: a
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.dropout import dropout_words, load_dropout_key
+from warpwave.kernels.dropout import dropout_of_head, dropout_words, load_dropout_key
 from warpwave.kernels.hopper import groups
 from warpwave.kernels.hopper.parts import accumulator_layout
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
@@ -27,14 +27,11 @@ class HeadDropout:
     """Dropout of one query head of a sequence.
 
     Args:
-        key: of the call, from `key_of`.
-        batch, head: numbers of the sequence and of the head.
+        key: from `dropout_of_head`.
         threshold, scale: see `groups.Dropout`.
     """
 
     key: gl.tuple
-    batch: gl.tensor
-    head: gl.tensor
     threshold: gl.tensor
     scale: gl.tensor
 
@@ -58,7 +55,7 @@ def of_call(dropout: groups.Dropout):
 
 @jit
 def key_of(dropout):
-    """Returns the key of a call, () without dropout."""
+    """Returns the keys of a call, () without dropout."""
     if has_dropout(dropout):
         return load_dropout_key(dropout.seed_ptr)
     else:
@@ -69,7 +66,7 @@ def key_of(dropout):
 def of_head(dropout, key, batch, head):
     """Returns the dropout of a head, () without dropout."""
     if has_dropout(dropout):
-        return HeadDropout(key, batch, head, dropout.threshold, dropout.scale)
+        return HeadDropout(dropout_of_head(key, batch, head), dropout.threshold, dropout.scale)
     else:
         return ()
 
@@ -106,19 +103,12 @@ def drop(p, dropout, row_first, key_first, KEYS_FIRST: gl.constexpr, NEGATE: gl.
         else:
             rows = upright
             keys = across
-        key = (opaque(dropout.key[0]), opaque(dropout.key[1]))
-        words = dropout_words(key, dropout.batch, dropout.head, row_first, rows, key_first, keys)
+        words = dropout_words(dropout.key, row_first, rows, key_first, keys)
         threshold = gl.full(p.shape, dropout.threshold, gl.int32, p.type.layout)
         if NEGATE:
             return negate_below(p, words, threshold)
         else:
             return zero_below(p, words, threshold)
-
-
-@jit
-def opaque(x):
-    """Returns x in a form that the compiler cannot see through: LLVM would keep the 14 round keys in registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.uint32, is_pure=False, pack=1)
 
 
 @jit

@@ -111,8 +111,8 @@ def pack_mask_kernel(
 ):
     """Packs the words of BLOCK_ROWS rows and TILE columns of one head, and flags whether any bit is set. Rows are
     queries, or keys if TRANSPOSED; then it also flags, if given int8 tensors of zeros (batch, heads, queries) and
-    (batch, heads, keys), the queries and the keys of visible pairs. Columns past the last one are hidden, and so are pairs
-    outside the band `low <= key - query <= high`.
+    (batch, heads, keys), the queries and the keys of visible pairs. Columns past the last one are hidden, and so are
+    pairs outside the band `low <= key - query <= high`.
 
     Strides of the mask are in units of four keys if ALIGNED (`load_quads`), and `num_quads` is num_keys / 4. The
     numbers of queries, keys and fours may be specialized: loads of whole vectors need them.

@@ -149,7 +149,8 @@ def cancellation(problem: AttentionProblem, operands: AnyOperands, dout: Tensor)
         for rows in _row_chunks(seq):
             lse = _lse_at(forward.lse, seq)[:, rows]
             scores = _logits(problem, seq, rows, _products(problem, seq, rows))
-            p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]) / (1 - problem.dropout_p)
+            finite = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+            p = torch.exp(scores - finite) * dropout.scale(problem.dropout_p)
             size = p.square() * sizes[:, rows, None] * seq.v.square().sum(-1)[:, None]
             of_keys += size.transpose(1, 2) @ seq.q[:, rows].square()
             of_rows = size @ seq.k.square()
@@ -273,7 +274,7 @@ def _dropped(problem: AttentionProblem, seq: _Sequence, rows: range, p: Tensor) 
         return p
     items, heads, keys = range(seq.item, seq.item + 1), range(p.shape[0]), range(p.shape[2])
     (kept,) = dropout.kept(problem.dropout_p, seq.dropout_seed, items, heads, rows, keys)
-    return p.masked_fill(~kept, 0.0) / (1 - problem.dropout_p)
+    return p.masked_fill(~kept, 0.0) * dropout.scale(problem.dropout_p)
 
 
 def _naive_sequence(problem: AttentionProblem, seq: _Sequence) -> tuple[Tensor, Tensor]:

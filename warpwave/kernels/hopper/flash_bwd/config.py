@@ -22,7 +22,7 @@ MAX_SPLIT = 128  # in float32: above it, the parts of a block's tiles do not fit
 MIN_SPLIT = 8
 MIN_SPLIT_ROWS = 64
 ABLE = ("fp16x3",)  # the arithmetic of float32
-NARROW = 64
+NARROW, NARROWEST = 64, 32
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
 # What more splits must gain at least, because each has a dK and a dV to write and to add: a share of the time, and
@@ -68,12 +68,12 @@ class Config:
 
 def tile_pieces(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the pieces in which the joint launch loads a row of Q or K, and one of V or dO. The copy engine pads them
-    with zeros: to 64 or 128 columns, or to 32 or 64 behind the first 128."""
+    with zeros: to 32, 64 or 128 columns, or to 32 or 64 behind the first 128."""
     widest = max(problem.head_dim, problem.head_dim_v)
     assert widest <= MAX_JOINT
 
     def pieces_of(dim: int) -> tuple[int, ...]:
-        first = NARROW if widest <= NARROW else ONE_TILE
+        first = next(width for width in (NARROWEST, NARROW, ONE_TILE) if min(widest, ONE_TILE) <= width)
         return (first,) if dim <= ONE_TILE else (first, 32 if dim <= ONE_TILE + 32 else 64)
 
     return pieces_of(problem.head_dim), pieces_of(problem.head_dim_v)
@@ -81,9 +81,11 @@ def tile_pieces(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, 
 
 def product_pieces(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the pieces of columns that products with Q and K, and with V and dO, cover in the joint launch. Where a
-    quarter or more of 128 columns are padding, they are left out (`dq_shares` for dQ)."""
+    quarter or more of 128 columns are padding, or half of 64, they are left out (`dq_shares` for dQ)."""
 
     def pieces_of(dim: int, loaded: tuple[int, ...]) -> tuple[int, ...]:
+        if dim <= NARROWEST:
+            return (NARROWEST,)
         if dim > 96 or loaded[0] < ONE_TILE:
             return loaded
         return (64, 32) if dim > 80 else (64, 16) if dim > NARROW else (64,)
@@ -99,7 +101,8 @@ def dq_shares(problem: AttentionProblem, config: Config) -> tuple[tuple[int, ...
     behind them. At head_dim 65 to 96 padding is left out; at head_dim 64 or less beside a wider V, the second share is
     padding."""
     if config.block_m == 2 * GROUP_ROWS:
-        return (NARROW,), (NARROW,)
+        columns, _ = product_pieces(problem)
+        return columns, columns
     if problem.head_dim > ONE_TILE:
         half = tile_pieces(problem)[0][1] // 2
         return (NARROW, half), (NARROW, half)
@@ -171,7 +174,7 @@ RULES: tuple[Rule[Config], ...] = (
     ),
     Rule(
         "head_dim up to 64",
-        lambda problem: tile_pieces(problem)[0] == (NARROW,),
+        lambda problem: tile_pieces(problem)[0][0] <= NARROW,
         (Config(128, 2), APART),
         "a third stage fits Q alone: 0.97 to 1.00 times as fast",
         GRADIENTS_LOG,

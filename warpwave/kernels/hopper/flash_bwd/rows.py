@@ -200,9 +200,7 @@ def finish_dq_kernel(
         for piece in tl.static_range(len(DQ_SHARES[group])):
             # A piece follows the earlier pieces of both groups. In it, the second group's columns follow the first's.
             column = 64 * ACROSS * piece + group % ACROSS * DQ_SHARES[0][piece]
-            finish_piece(
-                sums, is_stored, rows, lanes < q_end, column, softmax_scale, DQ_SHARES[group][piece], HEAD_DIM
-            )
+            finish_piece(sums, is_stored, rows, lanes < q_end, column, softmax_scale, DQ_SHARES[group][piece], HEAD_DIM)
             sums += 64 * DQ_SHARES[group][piece]
 
 

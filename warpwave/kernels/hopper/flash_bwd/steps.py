@@ -306,7 +306,8 @@ def kept(p, rules):
 def gradient(p, dp, delta, rules):
     """Returns P (dP - delta) from `signed` P and from dP of the probabilities that dropout leaves."""
     if has_dropout(rules.dropout):
-        ds = gl.abs(p) * gl.where(p < 0.0, -delta, dp * rules.dropout.scale - delta)
+        # Without a comparison and a selection, which run at half the rate of products.
+        ds = kept(p, rules) * (dp * rules.dropout.scale) - gl.abs(p) * delta
     else:
         ds = p * (dp - delta)
     return ds
