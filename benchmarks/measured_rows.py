@@ -32,6 +32,10 @@ OF_GRADIENTS = {
     "short sequences": "backward, short sequences",
     "few": "backward, few queries or keys",
     "padded": "backward, padding",
+    "narrow": "backward, head_dim up to 32",
+    "dropout, backward": "backward, dropout",
+    "survey, backward": "backward, survey",
+    "survey, forward": "forward, survey",
     "steps": "training steps",
 }
 NOT_PEERS = ("warpwave", "deterministic", "before", "none", "tree")

@@ -133,6 +133,8 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
                 problem = replace(problem, bias_shape=shape, bias_dtype="bfloat16")
         if backward:
             problem = replace(problem, requires_grad=False, deterministic=rng.random() < 0.3)
+        if module is hopper_flash_fwd and i % 17 == 0 and not problem.page_size:
+            problem = replace(problem, dropout_p=0.1)
         if module is hopper_flash_fwd and problem.page_size and problem.kv_factors != "token":
             continue  # no row depends on pages
         if module is hopper_flash_fwd and problem.kv_factors == "token":

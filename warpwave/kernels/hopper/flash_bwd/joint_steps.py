@@ -95,8 +95,8 @@ def dq_async(keys, tiles, n, HALF: gl.constexpr, PART: gl.constexpr, WIDTHS: gl.
 def bias_of_group(
     tiles, n, work, head, row_first, key_first, GROUP: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr, rules
 ):
-    """Returns the bias of a group's keys and of COUNT queries of tile n, from the FIRST-th on, as `bias.bias_of` does.
-    The last queries of a tile release it."""
+    """Returns the bias of a group's keys and of COUNT queries of tile n, from the FIRST-th on, as `bias.bias_of`
+    does."""
     bias = gl.to_tensor(0.0)
     if rules.BIAS == "cells":
         if FIRST == 0:
@@ -104,11 +104,17 @@ def bias_of_group(
         of_rows = matrix(tiles.bias.tiles.index(0)).slice(FIRST, COUNT, dim=0)
         of_keys = of_rows.slice(GROUP * GROUP_KEYS, GROUP_KEYS, dim=1)
         bias = of_keys.permute((1, 0)).load(accumulator_layout(COUNT))
-        if FIRST + COUNT == rules.BLOCK_M:
-            mbarrier.arrive(tiles.bias.empty.index(0), count=1)
     elif rules.BIAS != "":
         bias = bias_of(tiles.bias, 0, work, head, row_first + FIRST, key_first, True, COUNT, rules)
     return bias
+
+
+@jit
+def release_bias(tiles, rules):
+    """Releases a tile's bias behind `meet`: every warp has stored dS, for which its loads of the bias have returned. An
+    arrival does not wait for loads (flash_fwd/consumer.hand_back_bias)."""
+    if rules.BIAS == "cells":
+        arrive_alone(tiles.bias.empty.index(0))
 
 
 @jit
@@ -223,6 +229,7 @@ def wide_step(
     dv_next = add_product(kept(p, rules), do, dv, dtype, tiles.pieces_v)
     fence_async_shared()
     meet()
+    release_bias(tiles, rules)
     dq = dq_async(keys, tiles, n, 0, GROUP, SHARE, rules)
     dk_next = add_product(ds, q, dk, dtype, tiles.pieces)
     dv = wait_for(dv_next, GROUPS * len(dq) + len(dk))
@@ -290,6 +297,7 @@ def narrow_step(
     dv_next = add_product(kept(p1, rules), do1, dv_next, dtype, tiles.pieces_v)
     fence_async_shared()
     meet()
+    release_bias(tiles, rules)
     dq = dq_async(keys, tiles, n, GROUP, 0, SHARE, rules)
     dk_next = add_product(ds0, q0, dk, dtype, tiles.pieces)
     dk_next = add_product(ds1, q1, dk_next, dtype, tiles.pieces)

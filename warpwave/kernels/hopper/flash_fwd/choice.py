@@ -83,6 +83,7 @@ FEW_KEYS = "2026-11-29-h200-few-keys.jsonl"
 FLOAT32_BIAS = "2026-11-29-h200-float32-bias.json"
 SHORT_SEQUENCES = "2026-11-29-h200-short-sequences.jsonl"
 MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
+DROPOUT = "2026-11-30-h200-dropout.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
@@ -128,6 +129,21 @@ RULES: tuple[Rule[Config], ...] = (
         (Config(128, 128, 2), Config(128, 64, 2)),
         "1.12 and 1.19 times as fast as 128 x 64 at 2,048 and 4,096 keys; 64 x 64 has 1.01 and 1.03 times its speed",
         FLOAT32_BIAS,
+    ),
+    Rule(
+        "dropout, head_dim up to 64",
+        lambda c: c.problem.dropout_p > 0 and c.width <= 64,
+        (Config(64, 64, 3, 3), Config(64, 64, 2, 3)),
+        "1.17 to 1.22 times as fast as 192 x 128 in three calls of 4,096 keys, where random numbers need the registers; "
+        "0.95 to 1.08 of 64 x 128",
+        DROPOUT,
+    ),
+    Rule(
+        "dropout, head_dim 65 to 128, no mask or bias",
+        lambda c: c.problem.dropout_p > 0 and c.is_unmasked and 64 < c.width <= 128,
+        (Config(64, 64, 2, 2),),
+        "1.11 and 1.12 times as fast as 192 x 64, 1.05 as 128 x 64, head_dim 128",
+        DROPOUT,
     ),
     Rule(
         "a mask, or a bias of keys or queries alone, head_dim up to 64, at most 1,024 keys",

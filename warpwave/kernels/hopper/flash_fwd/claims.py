@@ -98,8 +98,7 @@ def _against_pages(problem: AttentionProblem) -> list[str]:
 
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why another kernel is faster: on a cache `split_kv`, else `flash_fwd`. Very short calls do not amortize
-    setting up the ring and the warp roles, few queries do not amortize a launch that widens V, and up to head_dim 64
-    random numbers bind calls with dropout."""
+    setting up the ring and the warp roles, and few queries do not amortize a launch that widens V."""
     if problem.page_size:
         return _outrun_from_pages(problem, gpu)
     if widens_values(problem):
@@ -119,10 +118,6 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
                 f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim or "
                 "three_kernel is 1.3 to 29 x as fast (H200)"
             ]
-    if problem.dropout_p and max(problem.head_dim, problem.head_dim_v) <= 64:
-        # 4 x 4096 causal, ms, this kernel / flash_fwd (record 2026-11-23-h200-dropout.json): 64 1.57 / 1.42, 128 0.87 /
-        # 0.93, 256 0.63 / 0.74.
-        return ["dropout up to head_dim 64: flash_fwd is 1.1 x as fast"]
     tiles = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
     short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
     if problem.mask_shape is not None or problem.bias_shape is not None:

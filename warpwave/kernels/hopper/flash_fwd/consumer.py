@@ -120,6 +120,7 @@ def step(
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
+    hand_back_bias(k_ring, n + 1, place)
     if rules.VALUES_FIRST:
         # With the rescale before them, the exponentials and the conversions of their results form one basic block, and
         # ptxas interleaves the conversions with the exponentials: 3 % at head_dim 64.
@@ -149,11 +150,21 @@ def dropped(p, tile, place, keys, rules):
 
 @jit
 def hand_back_keys(k_ring, n, place):
-    """Hands back a tile of K, and its bias."""
+    """Hands back a tile of K once its products are finished, unless a bias was loaded with it."""
+    if not has_bias_tiles(place):
+        hand_back_multiplied(k_ring, n)
+
+
+@jit
+def hand_back_bias(k_ring, n, place):
+    """Hands back a tile of K with its bias, after the maximum of the tile's scores has been settled.
+
+    The maximum needs all of the bias, so every load from shared memory has returned. An arrival does not wait for
+    loads: when it came between them and their use, the copy engine overwrote some that were still under way, and 1 of
+    20 calls had a wrong row (docs/notes/hopper.md).
+    """
     if has_bias_tiles(place):
         hand_back(k_ring, n)
-    else:
-        hand_back_multiplied(k_ring, n)
 
 
 @jit
@@ -206,6 +217,7 @@ def edge_step(q, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rule
     without_unseen(v_ring, n, tile, place, keys, rules)
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
+    hand_back_bias(k_ring, n, place)
     acc = rescaled(acc, alpha)
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     wait_values(v_ring, n, tile, place, keys, rules)
@@ -249,6 +261,7 @@ def overlapped_tiles(
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, is_last, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
+    hand_back_bias(k_ring, n, place)
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     if (rules.HAS_HIGH and not rules.HAS_LOW) or is_added(place):
         acc = rescaled(acc, alpha)
@@ -290,6 +303,7 @@ def masked_tiles(q, q_empty, GROUP: gl.constexpr, k_ring, v_ring, n, begin, end,
     x, scale = edge_scores(q, k_ring, n, tile, place, keys, rules)
     release(q_empty, GROUP, following < begin, rules)
     m_i, alpha, lead = settled_maximum(x, scale, m_i, lead)
+    hand_back_bias(k_ring, n, place)
     p32, l_i = own_probabilities(x, scale, m_i, alpha, l_i, True, rules.RAISES)
     acc = rescaled(acc, alpha)
     p = operand(dropped(p32, tile, place, keys, rules), v_ring)
