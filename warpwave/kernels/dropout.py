@@ -3,8 +3,8 @@ every kernel.
 
 The pair of query i and key j, of query head h in batch item b, has a random number of 16 bits. It is dropped if the
 number, as a signed one, is below 2^16 p - 2^15, rounded; a pair that is kept counts `scale(p)` times. The numbers are
-those of Philox2x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); 7 rounds are the fewest that pass
-BigCrush), and a seed is two 64-bit integers (seed, offset):
+those of Philox2x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); 7 rounds are the fewest that
+pass BigCrush), and a seed is two 64-bit integers (seed, offset):
 
     (c, d)   = Philox(key = low half of seed, counter = (high half of seed, low half of offset))
     (k, l)   = Philox(key = c, counter = (d, high half of offset))
