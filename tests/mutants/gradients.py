@@ -187,7 +187,7 @@ BACKWARD = [
     Mutant(
         "gradients: every query reads the first one's mask", BACKWARD_TILES,
         "if MASK_PER_QUERY:", "if MASK_PER_QUERY and False:",
-        f"{BY_ONE_SIDE}test_rows_that_see_nothing", "mask", "bits(",
+        f"{BY_ONE_SIDE}test_features", "", "FAIL",
     ),
     Mutant(
         "gradients of one side: the last part is not added", "kernels/flash_bwd/parts.py",

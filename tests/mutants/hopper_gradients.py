@@ -367,6 +367,16 @@ HOPPER_BACKWARD = [
         f"{HIDDEN_ON_CPU}test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
     ),
     Mutant(
+        "mask on Hopper: a block that shows nothing takes a turn", "kernels/prepass/mask_steps.py",
+        "tl.store(lists_ptr + 2, -1)", "tl.store(lists_ptr + 2, 0)",
+        f"{HIDDEN_ON_CPU}test_padding_of_each_head_on_a_cpu", "True", "FAIL B1 maximum of dq",
+    ),
+    Mutant(
+        "mask on Hopper: the rank of a step counts its own block", "kernels/prepass/mask_steps.py",
+        "earlier, step[None, :], block, row_blocks", "earlier, step[None, :], block + 1, row_blocks",
+        MASKS_ON_CPU, "32 and alibi", "waits for a block",
+    ),
+    Mutant(
         "slopes on Hopper: gradient with the other sign", APART_DQ,
         "found - row_sums(of_slope", "found + row_sums(of_slope",
         f"{HIDDEN_ON_CPU}test_slopes_on_a_cpu", "", "FAIL A peer rule of dalibi_slopes",
