@@ -167,8 +167,8 @@ def test_sample_compiles_within_limits(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_dropout_compiles_within_limits(arch: str) -> None:
-    """A call takes 7 rounds of 2 multiplications. A thread of a wgmma instruction uses its four words, 3.5 a pair, and
-    one of an mma instruction two of them. Unshared there would be 14."""
+    """A call takes 7 multiplications. A thread of a wgmma instruction uses its four numbers, 1.75 a pair, and one of an
+    mma instruction two of them, 3.5. Unshared there would be 7. The keys take three calls."""
     a_job = job(arch, "bfloat16", 128, "dropout")
     (facts,) = compile_all([a_job | {"ptx": not arch.startswith("gfx")}])
     check(a_job, facts, "dropout")
@@ -176,8 +176,8 @@ def test_dropout_compiles_within_limits(arch: str) -> None:
         config = facts["config"]
         pairs = config["block_m"] * config["block_n"] // (32 * config["num_warps"])
         products = facts["ptx"].count("mul.hi.u32") + facts["ptx"].count("mul.wide.u32")
-        most = {"sm_80": 8, "sm_90": 4}[arch]
-        assert 3 * pairs < products < most * pairs, f"{products} products for {pairs} pairs of a thread"
+        of_pair = {"sm_80": 3.5, "sm_90": 1.75}[arch]
+        assert 0.8 * of_pair * pairs < products <= of_pair * pairs + 21, f"{products} products for {pairs} pairs"
 
 
 def test_the_probability_of_dropout_does_not_recompile() -> None:

@@ -270,7 +270,8 @@ OF_DROPOUT = [
     ),
     Mutant(
         "dropout: the heads of a group drop the same in dk and dv", DKV,
-        "dropout_key, batch, head, row_tile, ", "dropout_key, batch, kv_head, row_tile, ",
+        "dropped_head = dropout_of_head(dropout_key, batch, head)",
+        "dropped_head = dropout_of_head(dropout_key, batch, kv_head)",
         f"{BY_GATES}test_each_feature_alone", "dropout and packed", "FAIL B1 maximum of dv",
     ),
     Mutant(

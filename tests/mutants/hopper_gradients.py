@@ -47,7 +47,7 @@ OF_HOPPER_DROPOUT = [
     ),
     Mutant(
         "hopper dropout: dP not scaled", "kernels/hopper/flash_bwd/steps.py",
-        "dp * rules.dropout.scale - delta)", "dp * 1.0 - delta)",
+        "(dp * rules.dropout.scale) - gl.abs(p)", "(dp * 1.0) - gl.abs(p)",
         DROPPED_ON_CPU, "causal and 128 and not 192", "FAIL B1 maximum of dk",
     ),
     Mutant(
