@@ -103,8 +103,8 @@ def attention(
             mode that is at least as accurate is used. A number is the relative error that out may have, |out - exact| /
             |exact| in Euclidean norms; the cheapest mode that keeps it is used (docs/guide/precision.md).
         dropout_p: probability with which each probability is set to 0 after the softmax, at least 0 and less than 1.
-            The others are multiplied by `1 / (1 - dropout_p)`. lse is that of the softmax without dropout. There is no
-            training flag: pass 0 for inference.
+            The others are multiplied by `1 / (1 - dropout_p)`. It counts in units of 2^-16. lse is that of the softmax
+            without dropout. There is no training flag: pass 0 for inference.
         dropout_seed: int64, (2,), on the device of q: a seed and an offset, which determine what is dropped
             (docs/guide/dropout.md). Drawn from torch's default generator of the device if None. Ignored if dropout_p
             is 0.

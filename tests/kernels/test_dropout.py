@@ -1,4 +1,4 @@
-"""Dropout: the contract of the random words, the kernels that keep it, and what a caller sees of seeds."""
+"""Dropout: the contract of the random numbers, the kernels that keep it, and what a caller sees of seeds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def inputs(batch: int = 2, seqlen: int = 37, heads: int = 2, grad: bool = False)
     return [torch.randn(shape, generator=g, device=DEVICE).requires_grad_(grad) for _ in range(3)]
 
 
-# The random words -----------------------------------------------------------------------------------------------------
+# The random numbers ---------------------------------------------------------------------------------------------------
 
 # From the known answers that Random123, the authors' own code, ships: counter, key, words after 7 rounds.
 KNOWN_ANSWERS = [
@@ -121,7 +121,7 @@ def test_rate(p: float) -> None:
         assert sums.abs().max() < few, axes
         if sums.numel() >= 256:
             assert abs(sums.square().mean() - 1) < DEVIATIONS * math.sqrt(2 / sums.numel()), axes
-    # The four words of one call, apart.
+    # The four numbers of one call, apart.
     for row, key in itertools.product((0, 8), (0, 8)):
         corner = found.unflatten(2, (-1, 16)).unflatten(4, (-1, 16))[:, :, :, row : row + 8, :, key : key + 8]
         assert abs(corner.sum() / math.sqrt(corner.numel())) < DEVIATIONS
@@ -164,7 +164,7 @@ def test_seeds_and_offsets_are_independent(other: tuple[int, int]) -> None:
 @pytest.mark.parametrize("p", [1e-12, 1 - 1e-12])
 def test_the_ends_of_the_range(p: float) -> None:
     kept = dropout.kept(p, seed_of(), range(1), range(2), range(64), range(64))
-    assert kept.all() if p < 0.5 else not kept.any()
+    assert kept.all() if p < 0.5 else kept.sum() < 8  # of 8,192, each with a probability of 2^-16
     assert -(2**31) <= dropout.threshold(p) < 2**31
 
 

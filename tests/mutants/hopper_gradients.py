@@ -367,6 +367,11 @@ HOPPER_BACKWARD = [
         f"{HIDDEN_ON_CPU}test_tiles_that_a_mask_hides_are_not_walked", "", "sum(walked)",
     ),
     Mutant(
+        "mask on Hopper: sums of a tile that no block lists", "kernels/hopper/flash_bwd/rows.py",
+        "mask=is_stored, other=0.0)", "mask=is_stored | ~is_stored, other=0.0)",
+        f"{HIDDEN_ON_CPU}test_queries_that_no_block_sees_have_no_gradient", "32", "FAIL",
+    ),
+    Mutant(
         "mask on Hopper: a block that shows nothing takes a turn", "kernels/prepass/mask_steps.py",
         "tl.store(lists_ptr + 2, -1)", "tl.store(lists_ptr + 2, 0)",
         f"{HIDDEN_ON_CPU}test_padding_of_each_head_on_a_cpu", "True", "FAIL B1 maximum of dq",

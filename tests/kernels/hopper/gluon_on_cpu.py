@@ -456,7 +456,7 @@ def dropout_of_head(keys: Any, batch: Any, head: Any) -> tuple[Any, ...]:
 
 
 def dropout_words(of_head: Any, row_begin: Any, rows: Any, key_begin: Any, keys: Any) -> Tensor:
-    """The random words of a tile, by the host's Philox and by position."""
+    """The random numbers of a tile, by the host's Philox and by position."""
     assert row_begin % 16 == key_begin % 16 == 0, "threads of a GPU would take the words of other pairs"
     i, j = (torch.as_tensor(x).as_subclass(Tensor).long() for x in (row_begin + rows, key_begin + keys))
     i, j = torch.broadcast_tensors(i, j)

@@ -54,9 +54,7 @@ def test_sums_in_any_order_are_those_in_order(features: str, dims: tuple[int, in
     assert harness.bits(*one[:3]) == harness.bits(*other[:3])
 
 
-@pytest.mark.parametrize(
-    ("dims", "config"), [((64, 64), 0), ((32, 32), 0), ((128, 128), 0), ((40, 64), 1), ((192, 128), 0)], ids=str
-)
+@pytest.mark.parametrize(("dims", "config"), [((64, 24), 0), ((128, 128), 0), ((40, 64), 1), ((192, 128), 0)], ids=str)
 @pytest.mark.parametrize("features", DROPPED)
 def test_dropout_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
     """Also with NaN in rows that see nothing or that nothing sees, where tiles begin."""

@@ -134,14 +134,15 @@ RULES: tuple[Rule[Config], ...] = (
         "dropout, head_dim up to 64",
         lambda c: c.problem.dropout_p > 0 and c.width <= 64,
         (Config(64, 64, 3, 3), Config(64, 64, 2, 3)),
-        "1.17 to 1.22 times as fast as 192 x 128 in three calls of 4,096 keys, 0.95 to 1.08 times as 64 x 128",
+        "1.17 to 1.22 times as fast as 192 x 128 in three calls of 4,096 keys, 0.95 to 1.08 times as 64 x 128 in six; "
+        "few queries and packed calls were not measured",
         DROPOUT,
     ),
     Rule(
         "dropout, head_dim 65 to 128, no mask or bias",
         lambda c: c.problem.dropout_p > 0 and c.is_unmasked and 64 < c.width <= 128,
         (Config(64, 64, 2, 2),),
-        "1.11 and 1.12 times as fast as 192 x 64, 1.05 as 128 x 64, head_dim 128",
+        "1.11 and 1.12 times as fast as 192 x 64, 1.05 as 128 x 64, head_dim 128; others were not measured",
         DROPOUT,
     ),
     Rule(
