@@ -252,7 +252,7 @@ def device(known: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=found.stream))
     knobs = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=found.hook))
     monkeypatch.setattr(launch.triton, "knobs", knobs, raising=False)
-    for called_by_gluon in (dropout.load_dropout_key, dropout.dropout_of_head, dropout.dropout_words):
+    for called_by_gluon in (dropout.load_dropout_key, dropout.dropout_of_head, dropout.dropout_numbers):
         # Under the interpreter these are objects that the key of a compiled kernel refuses.
         monkeypatch.setattr(called_by_gluon, "__triton_builtin__", True, raising=False)
     yield found

@@ -78,7 +78,7 @@ def _least_kept(dropout_p: float) -> int:
 
 def threshold(dropout_p: float) -> int:
     """Returns the signed number of 32 bits below which a random number drops its pair, if it is the high half of such a
-    number (`dropout_words`)."""
+    number (`dropout_numbers`)."""
     return _least_kept(dropout_p) << _BITS
 
 
@@ -183,7 +183,7 @@ def dropout_of_head(keys, batch, head):
 
 
 @jit
-def dropout_words(of_head, row_begin, rows, key_begin, keys):
+def dropout_numbers(of_head, row_begin, rows, key_begin, keys):
     """Returns the random numbers of the pairs of a tile, as the high halves of signed ones; arguments as for
     `dropout_keeps`."""
     # Subtracted, because LLVM does not always fold `keys & ~SHARED_BIT` and would then compute each call twice.
@@ -207,4 +207,4 @@ def dropout_keeps(of_head, row_begin, rows, key_begin, keys, threshold):
             the compiler sees which pairs share a call, and computes the call once.
         threshold: from `threshold`.
     """
-    return dropout_words(of_head, row_begin, rows, key_begin, keys) >= threshold
+    return dropout_numbers(of_head, row_begin, rows, key_begin, keys) >= threshold

@@ -385,13 +385,13 @@ def functions(modules: dict[str, Any], block: Block, own: dict[str, Any] | None 
         "row_vectors": lambda width, warps=4: None,
         "load_dropout_key": lambda seed: dropout._key_of(seed.memory),
         "dropout_of_head": dropout_of_head,
-        "dropout_words": dropout_words,
+        "dropout_numbers": dropout_numbers,
         "following": lambda i: i + 1,
         "sixteen_rows": lambda tile, box, i: (
             tile.reshape(tile.shape[-2:]).slice(16 * i, 16).slice(64 * box, min(64, tile.shape[-1]), dim=1)
         ),
-        "zero_below": lambda p, words, threshold: torch.where(words < threshold, 0.0, p),
-        "negate_below": lambda p, words, threshold: torch.where(words < threshold, -p, p),
+        "zero_below": lambda p, numbers, threshold: torch.where(numbers < threshold, 0.0, p),
+        "negate_below": lambda p, numbers, threshold: torch.where(numbers < threshold, -p, p),
     }
     stand_ins |= own or {}
     modules = modules | {hopper_dropout.__name__: hopper_dropout}  # whose names many import
@@ -455,9 +455,9 @@ def dropout_of_head(keys: Any, batch: Any, head: Any) -> tuple[Any, ...]:
     return keys[1], *dropout.philox(keys[0], counter)  # type: ignore[arg-type]
 
 
-def dropout_words(of_head: Any, row_begin: Any, rows: Any, key_begin: Any, keys: Any) -> Tensor:
+def dropout_numbers(of_head: Any, row_begin: Any, rows: Any, key_begin: Any, keys: Any) -> Tensor:
     """The random numbers of a tile, by the host's Philox and by position."""
-    assert row_begin % 16 == key_begin % 16 == 0, "threads of a GPU would take the words of other pairs"
+    assert row_begin % 16 == key_begin % 16 == 0, "threads of a GPU would take the numbers of other pairs"
     i, j = (torch.as_tensor(x).as_subclass(Tensor).long() for x in (row_begin + rows, key_begin + keys))
     i, j = torch.broadcast_tensors(i, j)
     first, second = dropout.philox(of_head[0], (of_head[1] ^ j & ~8, of_head[2] ^ i & ~8))

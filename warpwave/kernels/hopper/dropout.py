@@ -7,7 +7,7 @@ of 16 queries and keys. With dropout, tiles therefore begin at such multiples: a
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.dropout import dropout_of_head, dropout_words, load_dropout_key
+from warpwave.kernels.dropout import dropout_numbers, dropout_of_head, load_dropout_key
 from warpwave.kernels.hopper import groups
 from warpwave.kernels.hopper.parts import accumulator_layout
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
@@ -103,28 +103,28 @@ def drop(p, dropout, row_first, key_first, KEYS_FIRST: gl.constexpr, NEGATE: gl.
         else:
             rows = upright
             keys = across
-        words = dropout_words(dropout.key, row_first, rows, key_first, keys)
+        numbers = dropout_numbers(dropout.key, row_first, rows, key_first, keys)
         threshold = gl.full(p.shape, dropout.threshold, gl.int32, p.type.layout)
         if NEGATE:
-            return negate_below(p, words, threshold)
+            return negate_below(p, numbers, threshold)
         else:
-            return zero_below(p, words, threshold)
+            return zero_below(p, numbers, threshold)
 
 
 @jit
-def zero_below(p, words, threshold):
-    """Returns p, or 0 where a word is below the threshold. Without inline PTX, LLVM selects after the conversion to 16
-    bits, at three instructions a pair instead of two."""
+def zero_below(p, numbers, threshold):
+    """Returns p, or 0 where its number is below the threshold. Without inline PTX, LLVM selects after the conversion
+    to 16 bits, at three instructions a pair instead of two."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.ge.s32 q, $2, $3; selp.b32 $0, $1, 0, q; }", "=r,r,r,r", [p, words, threshold],
+        "{ .reg .pred q; setp.ge.s32 q, $2, $3; selp.b32 $0, $1, 0, q; }", "=r,r,r,r", [p, numbers, threshold],
         dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @jit
-def negate_below(p, words, threshold):
-    """Returns p, or its negative where a word is below the threshold."""
+def negate_below(p, numbers, threshold):
+    """Returns p, or its negative where its number is below the threshold."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred q; .reg .f32 t; neg.f32 t, $1; setp.ge.s32 q, $2, $3; selp.b32 $0, $1, t, q; }",
-        "=r,r,r,r", [p, words, threshold], dtype=gl.float32, is_pure=True, pack=1,
+        "=r,r,r,r", [p, numbers, threshold], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
