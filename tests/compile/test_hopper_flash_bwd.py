@@ -26,6 +26,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "bias_dtype": "bfloat16",
     },
     "splits": {"batch": 1, "num_heads_q": 8, "num_heads_kv": 1},
+    "uneven splits": {"batch": 1, "num_heads_q": 7, "num_heads_kv": 1, "causal": "bottom_right"},
 }
 # wgmma instructions of 64 x N x 16 in the loops of both groups: a joint kernel has a loop over cut tiles and another,
 # with a mask, and at head_dim 128 under a band, one for both; the others one loop and the first scores before it.
@@ -48,13 +49,13 @@ WITH_BIAS = PRODUCTS | {(256, 256): PRODUCTS[256, 256] | {"dq_kernel": 100}}
 # (3.9: 208). With dropout, up to 608 in the joint launch and 176 in that of dQ (3.6).
 SPILL_BOUNDS = {
     "plain": 384, "deterministic": 384, "no groups": 384, "features": 768, "trained bias": 192, "mask": 256,
-    "dropout": 640, "splits": 384, "mask and bias": 256,
+    "dropout": 640, "splits": 384, "uneven splits": 384, "mask and bias": 256,
 }  # fmt: skip
 # Of the joint launch at head_dim 128, all in all; up to 16, 120 and 56 (3.9: 72). Descriptors that are computed before
 # the loop took 192, 264 and 224, and their loads delay the products (docs/notes/backward.md).
 WIDE_SPILL_BOUNDS = {
-    "plain": 64, "deterministic": 64, "no groups": 64, "features": 192, "dropout": 128, "splits": 64, "mask": 64,
-    "trained bias": 64, "mask and bias": 96,
+    "plain": 64, "deterministic": 64, "no groups": 64, "features": 192, "dropout": 128, "splits": 64,
+    "uneven splits": 64, "mask": 64, "trained bias": 64, "mask and bias": 96,
 }  # fmt: skip
 # Above head_dim 128, outside the main loop but for a few words; up to 216 by Triton 3.6 and 3.7, 192 by 3.9.
 BROAD_SPILL_BOUND = 256
@@ -79,10 +80,10 @@ SPILL_BOUNDS_OF_PARTS = {"plain": 64, "features": 192, "dropout": 192}
 # Dropout where it costs the most registers: beside two products of one tile in flight.
 SAMPLE = (
     *(((80, 80), "features"), ((128, 128), "plain"), ((128, 128), "dropout"), ((256, 256), "plain")),
-    *(((192, 128), "plain"), ((160, 160), "no groups")),
+    *(((192, 128), "plain"), ((160, 160), "no groups"), ((64, 64), "uneven splits")),
 )
 # Above head_dim 128: the calls that a joint kernel serves.
-BROAD = ("plain", "no groups", "splits", "deterministic")
+BROAD = ("plain", "no groups", "splits", "uneven splits", "deterministic")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from warpwave import precision
@@ -218,14 +219,15 @@ def walk_by_keys(problem: AttentionProblem, block_m: int, block_n: int) -> Walk:
 
     Returns:
         A `Walk` with rows and keys exchanged: items are tiles of keys, and the longest walks the queries of all heads
-        that read its keys.
+        that read its keys, of the most that any kv head has: where splits of kv heads stand for kv heads
+        (hopper/flash_bwd/costs.py), some may have one query head fewer than others.
     """
     tiles = longest = items = cut = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
         found = _count(_by_keys(problem, seqlen_q, seqlen_k, block_m, block_n))
         tiles, cut, items = tiles + times * found.tiles, cut + times * found.cut, items + times * found.items
         longest = max(longest, found.longest)
-    group = problem.num_heads_q // problem.num_heads_kv
+    group = -(-problem.num_heads_q // problem.num_heads_kv)
     return Walk(tiles * problem.num_heads_q, longest * group, items * problem.num_heads_kv, cut * problem.num_heads_q)
 
 
@@ -309,16 +311,20 @@ def launch_order_by_keys(
             packed calls if all heads are one group; otherwise blocks come sequence by sequence, head by head, tile by
             tile.
     """
-    heads, group = problem.num_heads_kv, problem.num_heads_q // problem.num_heads_kv
+    heads = problem.num_heads_kv
+    # As hopper/flash_bwd/steps.heads_of divides them.
+    firsts = [head * problem.num_heads_q // heads for head in range(heads + 1)]
+    groups = [end - first for first, end in pairwise(firsts)]
     if heads * (problem.total_k if problem.packed else problem.batch * problem.seqlen_k) > MOST_ORDERED * block_n:
         return ()
     found: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
     for seqlen_q, seqlen_k in problem.items():
         if (seqlen_q, seqlen_k) not in found:
             sequence = _by_keys(problem, seqlen_q, seqlen_k, block_m, block_n)
-            steps = [group * sequence.visited(tile)[0] for tile in range(sequence.tiles())]
-            of_heads = tuple(step for step in steps for _ in range(heads))
-            found[seqlen_q, seqlen_k] = (of_heads, 1) if all_heads else (tuple(steps), heads)
+            steps = [sequence.visited(tile)[0] for tile in range(sequence.tiles())]
+            of_heads = tuple(step * group for step in steps for group in groups)
+            of_head = tuple(step * groups[0] for step in steps)
+            found[seqlen_q, seqlen_k] = (of_heads, 1) if all_heads else (of_head, heads)
     order = tuple(found[item] for item in problem.items())
     return order[::-1] if all_heads else order
 

@@ -73,7 +73,7 @@ def of_keys(
     scores, width = visited * block_m * block_n, problem.head_dim + problem.head_dim_v
     written = {(2, 2): width, (2, 1): problem.head_dim, (1, 1): problem.head_dim_v}[products]
     cells = scores * bytes_per_score(problem)
-    rows, group = problem.rows * problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv
+    rows, group = problem.rows * problem.num_heads_q, -(-problem.num_heads_q // problem.num_heads_kv)
     read = size * width * (keys + visited * block_m) + STATISTICS_BYTES * visited * block_m + cells
     once = size * (width * (rows + keys) + keys * written) + rows * STATISTICS_BYTES
     once += min(cells, cell_bytes(problem))

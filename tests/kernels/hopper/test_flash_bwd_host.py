@@ -220,14 +220,18 @@ def test_float32_is_refused_for_a_reason(changes: dict[str, Any], reason: str) -
     ("fields", "expected"),
     [
         ({"num_heads_kv": 8}, 1),
-        ({"causal": Causal()}, 4),  # 64 blocks for 132 multiprocessors
-        ({"causal": Causal(), "num_heads_kv": 2}, 2),
+        ({"causal": Causal()}, 8),  # 64 blocks for 132 multiprocessors
+        ({"causal": Causal(), "num_heads_kv": 2}, 4),
+        ({"causal": Causal(), "seqlen_q": 65536, "seqlen_k": 65536}, 4),  # eight gain 0.5 %
         ({"num_heads_kv": 4, "batch": 4}, 1),
+        # Blocks of 1 and 2 heads, of 2 and 3.
+        ({"causal": Causal(), "num_heads_q": 28, "num_heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096}, 4),
+        ({"causal": Causal(), "num_heads_q": 71, "seqlen_q": 2048, "seqlen_k": 2048}, 24),
         ({"causal": Causal(), "batch": 16}, 1),
-        ({"seqlen_q": 128, "seqlen_k": 128}, 1),  # too short to gain
+        ({"causal": Causal(), "num_heads_kv": 4, "seqlen_q": 64, "seqlen_k": 64}, 1),  # too short to gain
         ({"mask_shape": (1, 1, 8192, 8192)}, 1),
-        ({"packed": True, "total_q": 20_000, "total_k": 20_000, "batch": 3, "causal": Causal()}, 2),
-        ({"window_size": (5, 3), "seqlen_q": 9000}, 2),
+        ({"packed": True, "total_q": 20_000, "total_k": 20_000, "batch": 3, "causal": Causal()}, 4),
+        ({"window_size": (5, 3), "seqlen_q": 9000}, 4),
         ({"causal": Causal("top_left"), "window_size": (3, -1), "seqlen_q": 37}, 1),
     ],
     ids=str,

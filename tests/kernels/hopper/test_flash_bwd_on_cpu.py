@@ -132,23 +132,30 @@ def test_nan_of_a_neighbor_stays_there(
 
 
 @pytest.mark.parametrize(("config", "dtype"), [(0, "float16"), (1, "float16"), (0, "float32:default")])
+@pytest.mark.parametrize(("group", "splits"), [(4, 4), (5, 3)])
 @pytest.mark.parametrize(
     ("features", "data"), [("full", "normal"), ("causal", "sharp"), ("packed", "normal"), ("window", "normal")]
 )
-def test_splits_of_a_group(monkeypatch: pytest.MonkeyPatch, features: str, data: Data, config: int, dtype: str) -> None:
-    """As few and long blocks have them, here of a short call."""
-    monkeypatch.setattr(flash_bwd_config, "LEAST_STEPS", 0)
+def test_splits_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, features: str, data: Data, group: int, splits: int, config: int, dtype: str
+) -> None:
+    """As few and long blocks have them, here of a short call. Of three splits of five heads, one has one head."""
     dims = (96, 80) if features == "packed" else SHORT.dims  # in pieces of columns
     if features == "full" and dtype == "float16":
         dims = (160, 160)
-    heads: dict[str, Any] = {"heads": (8, 2), "dtype": dtype, "dims": dims}
+    heads: dict[str, Any] = {"heads": (2 * group, 2), "dtype": dtype, "dims": dims}
     if dtype != "float16":
         heads |= {"sinks": False, "softcap": 0.0}
     call = cases.build(replace(SHORT, **{**CALLS[features], **heads}), data, CPU)
     of = flash_bwd.configs(call.problem, H200)[config]
     if flash_bwd_config.divides_steps(call.problem, of):
         pytest.skip("its blocks are divided by their steps")
-    assert flash_bwd_config.group_splits(call.problem, of) == 4
+
+    def chosen(steps_of_split: float) -> int:
+        monkeypatch.setattr(flash_bwd_config, "STEPS_OF_SPLIT", steps_of_split)
+        return flash_bwd_config.group_splits(call.problem, of)
+
+    assert any(chosen(steps) == splits for steps in range(50))
     judge(call, more=False, config=config)
 
 

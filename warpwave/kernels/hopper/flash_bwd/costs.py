@@ -167,7 +167,7 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
     walk, tail = _with_words(walk, problem, scores), _tail(problem, config)
     drawn = replace(walk, blocks=walk.blocks - tail.blocks + tail.parts)
     added = 4 * walk.steps * config.block_m * columns
-    group = problem.num_heads_q // problem.num_heads_kv
+    group = -(-problem.num_heads_q // problem.num_heads_kv)
     return replace(
         _persistent(drawn, gpu, smem_bytes(problem, config)),
         flops=walk.flops + 2 * scores * columns,

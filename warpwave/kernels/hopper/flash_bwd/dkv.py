@@ -30,10 +30,11 @@ from warpwave.kernels.hopper.flash_bwd.band import (
 from warpwave.kernels.hopper.flash_bwd.bias import Bias, BiasOfCall, as_stages_of_p, bias_of
 from warpwave.kernels.hopper.flash_bwd.producer import producer_of_keys
 from warpwave.kernels.hopper.flash_bwd.steps import (
-    Heads,
     Results,
     Stream,
     gradient,
+    heads_of,
+    heads_of_call,
     kept,
     listed,
     mask_lines,
@@ -134,9 +135,9 @@ def sum_values(tiles, work, n, results, mask: Mask, heads, rules):
     dropout_key = key_of(rules.dropout)
     zero_keys_before(tiles.keys, 0, key_first, band, rules)
     place = gl.to_tensor(0)
-    head = work.head * heads.group_size
+    head, members = heads_of(work, heads)
     row_first = row_of(span, place, band, rules)
-    steps = count * heads.group_size
+    steps = count * members
     walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
     if rules.HAS_MASK:
         steps = gl.load(walk)
@@ -204,7 +205,8 @@ def sum_keys(tiles, work, n, mask: Mask, heads, rules):
     row_first = row_of(span, place, band, rules)
     dp = scores_of(tiles.values, tiles.dout, n, row_first, band, rules)
     y = warpgroup_mma_wait(0, deps=[dp])
-    steps = count * heads.group_size
+    _, members = heads_of(work, heads)
+    steps = count * members
     if rules.HAS_MASK:
         steps = gl.load(walk_of(mask, work, key_first // rules.BLOCK_N, rules))
     for i in range(steps):
@@ -337,7 +339,7 @@ def dkv_kernel(
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(call_options, of_call(dropout))
-    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
+    heads = heads_of_call(schedule, call_options.statistic_rows)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)

@@ -43,11 +43,12 @@ from warpwave.kernels.hopper.flash_bwd.joint_steps import (
 )
 from warpwave.kernels.hopper.flash_bwd.producer import producer_of_keys
 from warpwave.kernels.hopper.flash_bwd.steps import (
-    Heads,
     Results,
     Stream,
     factor_of,
     has_parts,
+    heads_of,
+    heads_of_call,
     hide_rows_behind,
     is_of_split,
     listed_step,
@@ -150,8 +151,8 @@ def adder(
         band = band_of(work, rules)
         key_first = band.k_begin + work.tile * rules.BLOCK_N
         span = query_span(band, key_first, rules)
-        count = span.end - span.begin
-        steps = count * heads.group_size
+        first_head, members = heads_of(work, heads)
+        steps = (span.end - span.begin) * members
         if HAS_PARTS:
             steps = end_step - first_step
         walk = walk_of(mask, work, key_first // rules.BLOCK_N, rules)
@@ -168,7 +169,7 @@ def adder(
                     head, row_first = listed_step(walk, i, work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
                 else:
-                    head, tile = place_of_step(first_step + i, work, span, heads, True)
+                    head, tile = place_of_step(first_step + i, first_head, members, span, True)
                 place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
                 line = place * ALL_LINES
                 rank = rank_of(turns, work.tile, tile, walk, i, band, rules)
@@ -305,7 +306,7 @@ def walk_band(
     # inner loop, and keep it in local memory. Its counter is the tile's number, which would take another register.
     row_first = row_of(span, 0, band, rules)
     h = gl.to_tensor(0)
-    g = heads.group_size
+    first_head, g = heads_of(work, heads)
     if ONE_LOOP:
         # As `band.is_cut`, from the first query: the tile's place in the span would take another register.
         whole_first = band.q_begin + span.whole_begin * rules.BLOCK_M
@@ -314,8 +315,8 @@ def walk_band(
         for number in range(n, n + count):
             cut = (row_first < whole_first) | (row_first >= whole_end)
             dk, dv, row_first, h = walk_tile(
-                dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, cut, GROUP,
-                seqlen_q, seqlen_k, heads, rules,
+                dk, dv, tiles, messages, number, dropout_key, results, row_first, first_head, h, g, key_first, band,
+                cut, GROUP, seqlen_q, seqlen_k, rules,
             )  # fmt: skip
     else:
         # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
@@ -333,33 +334,33 @@ def walk_band(
             cut_end = gl.where(is_second == 0, behind, count)
             for number in range(n + is_second * upto, n + cut_end):
                 dk, dv, row_first, h = walk_tile(
-                    dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, True, GROUP,
-                    seqlen_q, seqlen_k, heads, rules,
+                    dk, dv, tiles, messages, number, dropout_key, results, row_first, first_head, h, g, key_first,
+                    band, True, GROUP, seqlen_q, seqlen_k, rules,
                 )  # fmt: skip
             for number in range(n + cut_end, n + upto):
                 dk, dv, row_first, h = walk_tile(
-                    dk, dv, tiles, messages, number, dropout_key, results, row_first, h, key_first, band, False, GROUP,
-                    seqlen_q, seqlen_k, heads, rules,
+                    dk, dv, tiles, messages, number, dropout_key, results, row_first, first_head, h, g, key_first,
+                    band, False, GROUP, seqlen_q, seqlen_k, rules,
                 )  # fmt: skip
     return dk, dv, n + count
 
 
 @jit
 def walk_tile(
-    dk, dv, tiles, messages, n, dropout_key, results, row_first, h, key_first, band, cut, GROUP: gl.constexpr, seqlen_q,
-    seqlen_k, heads, rules,
+    dk, dv, tiles, messages, n, dropout_key, results, row_first, first_head, h, g, key_first, band, cut,
+    GROUP: gl.constexpr, seqlen_q, seqlen_k, rules,
 ):  # fmt: skip
-    """As `walk_band`, of a tile of queries of the h-th head; also returns the next row_first and h, in the order of
-    `place_of_step`."""
+    """As `walk_band`, of a tile of queries of the h-th of a block's g heads; also returns the next row_first and h, in
+    the order of `place_of_step`."""
     # Reading the message again is cheaper than keeping its words in registers through the loops.
     work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
-    head = work.head * heads.group_size + h
+    head = first_head + h
     slope = slope_of(results.alibi_slopes_ptr, results.stride_alibi_b, work, head, rules)
     rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
     dk, dv = step(dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head)
     h += 1
-    row_first = gl.where(h == heads.group_size, row_first - rules.BLOCK_M, row_first)
-    return dk, dv, row_first, gl.where(h == heads.group_size, 0, h)
+    row_first = gl.where(h == g, row_first - rules.BLOCK_M, row_first)
+    return dk, dv, row_first, gl.where(h == g, 0, h)
 
 
 @jit
@@ -490,7 +491,7 @@ def joint_kernel(
     keys take the place of queries (band.work_on_keys).
     """
     rules = Rules(call_options, of_call(dropout))
-    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
+    heads = heads_of_call(schedule, call_options.statistic_rows)
     turns = Turns(turns_ptr, IS_DETERMINISTIC)
     dtype: gl.constexpr = q_map.dtype
     q_maps = present(q_map, q_map_2, None)

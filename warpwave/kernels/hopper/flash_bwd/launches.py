@@ -225,7 +225,7 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         blocks,
         problem.num_heads_q,
         heads,
-        problem.num_heads_q // heads,
+        problem.num_heads_q // heads if problem.num_heads_q % heads == 0 else None,
         splits,
         *divided_tail(problem, config),
         problem.batch,

@@ -3,7 +3,7 @@
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.flash_bwd.band import band_of, first_statistic, query_span, work_on_keys
 from warpwave.kernels.hopper.flash_bwd.bias import bytes_of, load_bias
-from warpwave.kernels.hopper.flash_bwd.steps import has_parts, listed_step, load_rows, place_of_step, walk_of
+from warpwave.kernels.hopper.flash_bwd.steps import has_parts, heads_of, listed_step, load_rows, place_of_step, walk_of
 from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import first_column, tile_bytes
 from warpwave.runtime.gluon_or_stub import gl, jit, mbarrier, tma_load
@@ -49,8 +49,9 @@ def producer(
         key_first = band.k_begin + work.tile * rules.BLOCK_N
         span = query_span(band, key_first, rules)
         count = span.end - span.begin
+        first_head, members = heads_of(work, heads)
         if (t < items) & (work.tile >= 0) & (key_first < band.k_end) & (count > 0):
-            steps = count * heads.group_size
+            steps = count * members
             first_step = gl.to_tensor(0)
             if TILES_FIRST and has_parts(offsets.dk_ptr, tiles.keys, rules):
                 whole_steps = steps
@@ -72,7 +73,7 @@ def producer(
                     head, row_first = listed_step(walk, i, work, heads, rules)
                     down = row_first - band.q_begin
                 else:
-                    head, tile = place_of_step(first_step + i, work, span, heads, TILES_FIRST)
+                    head, tile = place_of_step(first_step + i, first_head, members, span, TILES_FIRST)
                     down = tile * rules.BLOCK_M
                 line = [batch * heads.num_heads + head, statistic + down]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)

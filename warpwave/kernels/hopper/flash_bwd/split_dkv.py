@@ -40,9 +40,10 @@ from warpwave.kernels.hopper.flash_bwd.split_steps import (
     units_of,
 )
 from warpwave.kernels.hopper.flash_bwd.steps import (
-    Heads,
     Stream,
     gradient,
+    heads_of,
+    heads_of_call,
     kept,
     load_rows,
     place_of_step,
@@ -129,8 +130,9 @@ def producer(maps, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_
                 batch = 0
                 key += (work.k_begin // ROWS + work.batch) * ROWS
             statistic = first_statistic(work, ROWS, rules)
-            for i in range(count * heads.group_size):
-                head, tile = place_of_step(i, work, span, heads, False)
+            first_head, members = heads_of(work, heads)
+            for i in range(count * members):
+                head, tile = place_of_step(i, first_head, members, span, False)
                 row = statistic + tile * ROWS
                 line = [batch * heads.num_heads + head, row]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row, line)
@@ -174,8 +176,8 @@ def sum_values(tiles, work, n, given, heads, rules):
     dropout_key = key_of(rules.dropout)
     none = gl.to_tensor(0)
     place = gl.to_tensor(0)
-    head = work.head * heads.group_size
-    for _ in range(count * heads.group_size):
+    head, members = heads_of(work, heads)
+    for _ in range(count * members):
         row_first = row_of(span, place, band, rules)
         units = units_at(given, work, head, span, place, heads, rules)
         of_tile = with_fields(rules, scale=rules.scale * gl.load(units + OF_SCORES))
@@ -213,8 +215,8 @@ def sum_keys(tiles, work, n, given, heads, rules):
     count = span.end - span.begin
     dk = zero_slices(tiles.queries.ring)
     place = gl.to_tensor(0)
-    head = work.head * heads.group_size
-    for _ in range(count * heads.group_size):
+    head, members = heads_of(work, heads)
+    for _ in range(count * members):
         exponent = gl.load(units_at(given, work, head, span, place, heads, rules) + OF_DK).to(gl.int32)
         wait_full(tiles.dout.ring, n)
         y = scores_of_parts(tiles.values, 0, tiles.dout.ring, n)
@@ -328,7 +330,7 @@ def split_dkv_kernel(
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(call_options, of_call(dropout))
-    heads = Heads(schedule.num_heads_q, schedule.group_size, call_options.statistic_rows)
+    heads = heads_of_call(schedule, call_options.statistic_rows)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)

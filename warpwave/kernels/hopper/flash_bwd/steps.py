@@ -38,17 +38,41 @@ from warpwave.runtime.gluon_or_stub import (
 
 @aggregate
 class Heads:
-    """The query heads of a call and of a block, and dQ's sums.
+    """The query heads of a call and of its blocks of keys, and dQ's sums.
 
     Args:
         num_heads: query heads.
-        group_size: query heads of a block.
+        group_size: query heads of a block, unless `splits` is given.
+        splits: (kv heads, each counted once for each of its splits,) if blocks have different numbers of query heads;
+            else ().
         rows: rows of statistics of one (batch, head), whole tiles.
     """
 
     num_heads: gl.tensor
     group_size: gl.tensor
+    splits: gl.tuple
     rows: gl.tensor
+
+
+@jit
+def heads_of_call(schedule, rows):
+    """Returns the heads of a launch that draws blocks of keys."""
+    if schedule.group_size is None:
+        return Heads(schedule.num_heads_q, schedule.num_heads_q // schedule.num_heads, (schedule.num_heads,), rows)
+    else:
+        return Heads(schedule.num_heads_q, schedule.group_size, (), rows)
+
+
+@jit
+def heads_of(work, heads):
+    """Returns the first query head of a block of keys, and how many it has. If splits do not divide the query heads of
+    a kv head, some have one more than others."""
+    first = work.head * heads.group_size
+    count = heads.group_size
+    if len(heads.splits) > 0:
+        first = work.head * heads.num_heads // heads.splits[0]
+        count = (work.head + 1) * heads.num_heads // heads.splits[0] - first
+    return first, count
 
 
 @aggregate
@@ -154,21 +178,21 @@ def row_of(span, place, band, rules):
 
 
 @jit
-def place_of_step(i, work, span, heads, TILES_FIRST: gl.constexpr):
-    """Returns the query head and the tile of queries of a block's i-th step.
+def place_of_step(i, first_head, count, span, TILES_FIRST: gl.constexpr):
+    """Returns the query head and the tile of queries of the i-th step of a block with `count` query heads (`heads_of`).
 
     With TILES_FIRST all heads of a group come at a tile before the next tile, as the joint launch needs it: otherwise a
     block that sees fewer tiles than the first block would get ahead of it, and wait at each head until that block
     stores (turns.py). In the other launches of keys nothing waits, and the orders were not timed.
     """
     if TILES_FIRST:
-        h = i % heads.group_size
-        tile = tile_at(span, i // heads.group_size)
+        h = i % count
+        tile = tile_at(span, i // count)
     else:
-        count = span.end - span.begin
-        h = i // count
-        tile = tile_at(span, i % count)
-    return work.head * heads.group_size + h, tile
+        tiles = span.end - span.begin
+        h = i // tiles
+        tile = tile_at(span, i % tiles)
+    return first_head + h, tile
 
 
 @jit
