@@ -32,7 +32,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from warpwave import attention, quantize
-from warpwave.checks import describe_call
+from warpwave.checks.calls import describe_call
 from warpwave.gpu import current_gpu
 from warpwave.kernels.hopper import flash_fwd
 from warpwave.operands import QuantizedOperands

@@ -26,7 +26,7 @@ from warpwave import (
     plans,
     warmup,
 )
-from warpwave.checks import check_problem
+from warpwave.checks.problems import check_problem
 from warpwave.gpu import Gpu
 from warpwave.kernels import append_kv, cache_descales, split_kv
 from warpwave.kv_cache import new_tokens

@@ -12,7 +12,7 @@ import torch
 from torch.library import opcheck
 
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, attention_varlen, quantize
-from warpwave.checks import check_problem
+from warpwave.checks.problems import check_problem
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_fwd, reasons
 from warpwave.operands import QuantizedOperands

@@ -16,14 +16,9 @@ from typing import Any
 import torch
 
 from warpwave import autograd, cached_calls, dispatch, ops, plans
-from warpwave.checks import (
-    check_are_tensors,
-    check_out_is_writable,
-    check_packed_lengths,
-    check_problem,
-    describe_call,
-    settled,
-)
+from warpwave.checks.calls import check_are_tensors, check_packed_lengths, describe_call, settled
+from warpwave.checks.out import check_out_is_writable
+from warpwave.checks.problems import check_problem
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import current_gpu, present_device
 from warpwave.kernels import descales, dropout

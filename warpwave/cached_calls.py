@@ -16,11 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from warpwave import autograd, dispatch, plans
-from warpwave.checks import (
-    check_apart,
-    check_out,
-    describe_cached_call,
-)
+from warpwave.checks.calls import describe_cached_call
+from warpwave.checks.out import check_apart, check_out
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu
 from warpwave.kernels import descales

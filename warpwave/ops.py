@@ -19,7 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from warpwave import autograd, dispatch
 from warpwave.autograd import NUM_OPTIONS, NUM_TENSORS, absent
-from warpwave.checks import check_out, describe_call
+from warpwave.checks.calls import describe_call
+from warpwave.checks.out import check_out
 from warpwave.errors import InvalidType
 from warpwave.gpu import current_gpu
 from warpwave.operands import AnyOperands, DropoutOperands, Operands, QuantizedOperands, differentiable

@@ -29,7 +29,8 @@ from torch.autograd import forward_ad
 
 from warpwave import autograd, dispatch
 from warpwave.autograd import dispatch_modes, is_compiling, is_grad_enabled
-from warpwave.checks import check_apart, check_out, describe_call, is_plain, resized
+from warpwave.checks.calls import describe_call, is_plain, resized
+from warpwave.checks.out import check_apart, check_out
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.operands import CachedOperands, QuantizedOperands
 from warpwave.options import Options

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from warpwave.checks import DTYPE_NAMES
+from warpwave.checks.calls import DTYPE_NAMES
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.options import as_bool
 

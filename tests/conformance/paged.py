@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.conformance.datasets import Data, fill
 from tests.conformance.harness import band
 from warpwave import AttentionProblem, CacheLayer, Causal, attention_with_kv_cache
-from warpwave.checks import describe_cached_call
+from warpwave.checks.calls import describe_cached_call
 from warpwave.kernels import quantize_tensor
 from warpwave.operands import CachedOperands
 from warpwave.options import Options

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from warpwave import cached_calls, dispatch
-from warpwave.checks import describe_call
+from warpwave.checks.calls import describe_call
 from warpwave.gpu import ARCHS, CPU, INTERPRETER, Gpu
 from warpwave.kernels import three_kernel
 from warpwave.kernels.large_head_dim import choice, claims

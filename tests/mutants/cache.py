@@ -120,7 +120,7 @@ PAGED = [
         "test_paged_bad_input.py::test_wrong_contents_when_checked", "capacity", "not in",
     ),
     Mutant(
-        "a page table of 64-bit integers let through", "checks.py",
+        "a page table of 64-bit integers let through", "checks/calls.py",
         "if tensor.dtype not in dtypes:", "if tensor.dtype not in (*dtypes, torch.int64):",
         "test_paged_bad_input.py::test_wrong_type", "long and page", "",
     ),

@@ -101,7 +101,7 @@ OTHERS = [
         "test_precision.py::test_a_budget_is_kept", "d64 and sharp", "tf32 does not keep 0.0001",
     ),
     Mutant(
-        "scale of a padded head_dim", "checks.py",
+        "scale of a padded head_dim", "checks/calls.py",
         "1.0 / math.sqrt(head_dim)", "1.0 / math.sqrt(1 << (head_dim - 1).bit_length())",
         "test_edges.py::test_default_scale_is_of_the_callers_head_dim", "80-flash_fwd", "bits(",
     ),
@@ -256,7 +256,7 @@ OTHERS = [
         "test_edges.py::test_scale_zero_is_uniform_over_what_is_visible", "flash_fwd", "FAIL",
     ),
     Mutant(
-        "a scale of 0 is no scale", "checks.py",
+        "a scale of 0 is no scale", "checks/calls.py",
         "if softmax_scale is None:", "if not softmax_scale:",
         "test_edges.py::test_scale_zero_is_uniform_over_what_is_visible", "eager", "FAIL",
     ),
@@ -286,22 +286,22 @@ OTHERS = [
         "test_gradients.py::test_second_derivative_is_refused", "eager", "first derivatives only",
     ),
     Mutant(
-        "integer masks let through", "checks.py",
+        "integer masks let through", "checks/calls.py",
         "if tensor.dtype not in dtypes:", "if tensor.dtype not in (*dtypes, torch.uint8):",
         "test_bad_input.py::test_wrong_type", "integer", "a kernel was bound",
     ),
     Mutant(
-        "heads that do not divide let through", "checks.py",
+        "heads that do not divide let through", "checks/calls.py",
         "    if num_heads_q % num_heads_kv:\n", "    if num_heads_q < num_heads_kv:\n",
         "test_bad_input.py::test_wrong_value", "divide", "a kernel was bound",
     ),
     Mutant(
-        "an infinite scale let through", "checks.py",
+        "an infinite scale let through", "checks/calls.py",
         "0 <= scale <= LARGEST", "0 <= scale",
         "test_bad_input.py::test_wrong_value", "scale", "a kernel was bound",
     ),
     Mutant(
-        "sequences longer than the longest let through", "checks.py",
+        "sequences longer than the longest let through", "checks/calls.py",
         "        if length > longest:\n", "        if False:\n",
         "test_bad_input.py::test_wrong_contents_when_checked", "longest", "a kernel was bound",
     ),
@@ -323,7 +323,7 @@ OTHERS = [
         "test_bad_input.py::test_a_gpu_kernel_by_name_without_a_gpu_names_found_and_needed", "", "not in",
     ),
     Mutant(
-        "a check is an assertion", "checks.py",
+        "a check is an assertion", "checks/calls.py",
         "        if size == 0:\n            raise InvalidInput(f\"{name} has 0 heads; it must have at least one\")\n",
         "        assert size, InvalidInput(f\"{name} has 0 heads; it must have at least one\")\n",
         "test_bad_input.py::test_all_of_this_holds_without_assertions", "", "0 heads",
@@ -405,7 +405,7 @@ OTHERS = [
         "../test_ops.py::test_a_call_is_recalled_only_for_tensors_laid_out_alike", "", "alignment",
     ),
     Mutant(
-        "a mask of another length in a known class", "checks.py",
+        "a mask of another length in a known class", "checks/calls.py",
         "if (size == 1) != (before == 1) or size not in (1, whole):", "if False:",
         "../test_new_lengths.py::test_sizes_that_contradict_each_other_are_refused_in_a_known_class", "",
         "DID NOT RAISE",

@@ -69,7 +69,7 @@ FOUND = [
         "../kernels/test_torch_sdpa.py::test_a_key_that_is_not_finite_makes_no_zeros", "nan", "isnan",
     ),
     Mutant(
-        "the sign of a lazily negated view is lost", "checks.py",
+        "the sign of a lazily negated view is lost", "checks/calls.py",
         "type(operands)(*[t.resolve_neg()", "type(operands)(*[torch._neg_view(t)",
         "test_pairs.py::test_lazily_negated_views_equal_their_values", "flash_fwd and q", "bits(",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from warpwave.checks import bind_axes
+from warpwave.checks.calls import bind_axes
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.runtime.bounded import Bounded
 

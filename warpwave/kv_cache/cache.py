@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from warpwave.checks import bind_axes
+from warpwave.checks.calls import bind_axes
 from warpwave.errors import InvalidInput, InvalidType, OutOfPages
 from warpwave.kernels import append_kv
 from warpwave.kv_cache import pools

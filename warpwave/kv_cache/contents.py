@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from warpwave.checks import check_offsets
+from warpwave.checks.calls import check_offsets
 from warpwave.errors import InvalidInput
 from warpwave.kernels import cache_descales
 from warpwave.operands import CachedOperands

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from warpwave.checks import bind_axes, is_plain
+from warpwave.checks.calls import bind_axes, is_plain
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kernels import append_kv, cache_descales, descales
 from warpwave.operands import is_part

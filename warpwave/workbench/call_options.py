@@ -176,7 +176,8 @@ def _describe(
 
     import torch
 
-    from warpwave.checks import check_problem, describe_cached_call, describe_call
+    from warpwave.checks.calls import describe_cached_call, describe_call
+    from warpwave.checks.problems import check_problem
     from warpwave.errors import InvalidInput
     from warpwave.operands import CachedOperands, Operands, QuantizedOperands
     from warpwave.options import Options, spell_precision

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from warpwave.checks import check_problem
+from warpwave.checks.problems import check_problem
 from warpwave.errors import InvalidInput, InvalidType
 from warpwave.problem import PRECISIONS, QUANTIZED_DTYPES, AttentionProblem, Causal
 from warpwave.workbench.bench.environment_schema import BYTES, COUNT, ENVIRONMENT, READING, WORD

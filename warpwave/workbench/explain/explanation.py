@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from warpwave import dispatch
-from warpwave.checks import SCORES, check_problem, describe_call
+from warpwave.checks.calls import SCORES, describe_call
+from warpwave.checks.problems import check_problem
 from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
 from warpwave.kernels import descales

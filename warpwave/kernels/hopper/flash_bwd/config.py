@@ -25,10 +25,10 @@ ABLE = ("fp16x3",)  # the arithmetic of float32
 NARROW, NARROWEST = 64, 32
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
-# Of splits of a group (`group_splits`), fitted to 27 calls on an H200 (2026-11-30-h200-splits-of-groups.json): the part of
-# the longest block for which multiprocessors are idle at the end; the steps that dK and dV of a split take, written and
-# added up, for each block and query of a step (3 TB/s); and what more splits, which take more memory, must gain. Not
-# varied: the steps of the launch that adds them up.
+# Of splits of a group (`group_splits`), fitted to 27 calls on an H200 (2026-11-30-h200-splits-of-groups.json): the part
+# of the longest block for which multiprocessors are idle at the end; the steps that dK and dV of a split take, written
+# and added up, for each block and query of a step (3 TB/s); and what more splits, which take more memory, must gain.
+# Not varied: the steps of the launch that adds them up.
 IDLE_AT_END, STEPS_OF_SPLIT, SPLIT_GAIN = 0.15, 2.5, 1.006
 STEPS_OF_SUM = 2
 # What parts of blocks must gain, in steps of 1 to 2 us; they spare short calls a launch. Not varied.

@@ -356,10 +356,10 @@ RULES: tuple[Rule[Config], ...] = (
         TUNING,
     ),
     Rule(
-        "head_dim 49 to 64, dense, 16 bits, no mask, bias, window, ALiBi or softcap, at most 1,024 keys, no chunk; "
+        "head_dim 48 to 64, dense, 16 bits, no mask, bias, window, ALiBi or softcap, at most 1,024 keys, no chunk; "
         "blocks of 192 queries give the busiest SM more rows than blocks of 64, or run in one wave",
         lambda c: (
-            48 < c.width
+            48 <= c.width
             and c.is_bare
             and not c.problem.has_band
             and c.problem.dtype_kv is None

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from warpwave.errors import InvalidInput, InvalidType, UnsupportedProblem
+from warpwave.errors import InvalidInput, InvalidType
 from warpwave.kernels import cache_descales, descales, dropout
 from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands, is_part
-from warpwave.options import LARGEST, PRECISION_NAMES, Options, spell_precision
+from warpwave.options import LARGEST, Options, spell_precision
 from warpwave.problem import PRECISIONS, AttentionProblem, Causal
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -61,7 +61,7 @@ def describe_call(operands: AnyOperands, options: Options) -> AttentionProblem:
     for name, pattern in (PACKED if packed else DENSE).items():
         bind_axes(name, getattr(operands, name), pattern, axes)
     size = {axis: value for axis, (value, _) in axes.items()}
-    _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
+    check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
 
     if packed:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -114,7 +114,7 @@ def describe_cached_call(operands: CachedOperands, options: Options, batch_invar
         bind_axes("rows", operands.rows, "batch", axes)
     _bind_heads(operands, axes)
     size = {axis: value for axis, (value, _) in axes.items()}
-    _check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
+    check_heads(size["num_heads_q"], size["num_heads_kv"], size["head_dim"], size["head_dim_v"])
     _check_tables(operands, size, options)
     quantized: dict[str, Any] = cache_descales.describe(operands)
     capacity = size["pages_of_a_row"] * size["page_size"]
@@ -146,7 +146,7 @@ def _fields_of_all_calls(
     """Checks the numbers among the options and returns the fields of the problem that calls of all kinds have."""
     scale, window = resolve_scale(options.softmax_scale, size["head_dim"]), (options.window_left, options.window_right)
     dropout.check_probability(options.dropout_p)
-    _check_scalars(scale, options.softcap, window)
+    check_scalars(scale, options.softcap, window)
     # `looks_latent`, before there is a problem: other calls need not compare storages.
     may_be_latent = size["num_heads_kv"] == 1 and size["head_dim_v"] < size["head_dim"]
     return {
@@ -354,166 +354,6 @@ def check_are_tensors(operands: AnyOperands | CachedOperands) -> None:
             raise InvalidType(f"{name} is a {found} tensor; it must be a plain strided one: {remedy}")
 
 
-def check_out_is_writable(out: Any) -> None:
-    """Checks the properties of out that no plan depends on, before a plan is looked up.
-
-    Raises:
-        InvalidType: out is not a plain strided tensor.
-        InvalidInput: out was made in inference mode, outside of which torch refuses every write to it.
-    """
-    if not isinstance(out, torch.Tensor):
-        raise InvalidType(f"out is a {type(out).__name__}; it must be a torch.Tensor")
-    if not is_plain(out):
-        raise InvalidType("out is a nested, sparse or lazily negated tensor; it must be a plain strided one")
-    if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
-        raise InvalidInput("out was made in inference mode; call in inference mode, or make out outside of it")
-
-
-def check_out(
-    out: torch.Tensor,
-    operands: AnyOperands | CachedOperands,
-    needs_grad: bool,
-    dtype: str | None = None,
-) -> None:
-    """Checks the writable tensor that receives the output of a call whose operands were checked.
-
-    Args:
-        needs_grad: whether an operand requires a gradient.
-        dtype: name of the output's dtype; None for the dtype of q.
-
-    Raises:
-        InvalidInput: its shape or device is not the output's, or two elements share memory.
-        InvalidType: its dtype is not the output's.
-        UnsupportedProblem: a gradient would be lost.
-    """
-    q, v = operands.q, operands.v
-    if needs_grad or (torch.is_grad_enabled() and out.requires_grad):
-        raise UnsupportedProblem(
-            "out was given and an argument requires a gradient: autograd cannot follow a write to out",
-            {},
-            "torch.no_grad() around the call, or the call without out",
-        )
-    shape = (*q.shape[:-1], v.shape[-1])
-    if out.shape != shape:
-        raise InvalidInput(f"out has shape {tuple(out.shape)}; it must have {tuple(shape)}, q's with head_dim_v")
-    if out.device != q.device:
-        raise InvalidInput(f"out is on {out.device} and q on {q.device}; all tensors must share one device")
-    returned = q.dtype if dtype is None else getattr(torch, dtype)
-    if out.dtype != returned:  # autocast may have cast the caller's q
-        raise InvalidType(f"out is {out.dtype}; out must have {returned}, which the call returns without out")
-    if torch.compiler.is_compiling():
-        return  # the call itself checks its strides
-    extent = 1  # elements from the first to the last of the axes with smaller strides
-    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
-        if size > 1 and stride < extent:
-            raise InvalidInput(
-                f"out has shape {tuple(out.shape)} and strides {out.stride()}, with which elements may share "
-                "memory; a larger stride must skip all axes of smaller ones"
-            )
-        extent += (size - 1) * stride
-
-
-def check_apart(out: torch.Tensor, tensors: Mapping[str, Any]) -> None:
-    """Raises InvalidInput naming a tensor that shares memory with out. The kernel may still read it after it has stored
-    a part of out.
-
-    Args:
-        tensors: argument -> tensor of the same device, or None.
-    """
-    begin = out.data_ptr()
-    end = begin + _extent_bytes(out)
-    for name, tensor in tensors.items():
-        if tensor is None or (first := tensor.data_ptr()) >= end or first + _extent_bytes(tensor) <= begin:
-            continue
-        if not _are_interleaved(out, tensor):
-            raise InvalidInput(f"out shares memory with {name}, which is read while out is written; pass other memory")
-
-
-def _extent_bytes(tensor: torch.Tensor, period: int = 0) -> int:
-    """Returns the bytes from the first element to the end of the last one; 0 if there is no element. Axes whose stride
-    in bytes is a multiple of `period` are left out."""
-    size = tensor.element_size()
-    if not period and tensor.is_contiguous():
-        return tensor.nbytes
-    strides = [stride * size for stride in tensor.stride()]
-    steps = (
-        (length - 1) * step for length, step in zip(tensor.shape, strides, strict=True) if not period or step % period
-    )
-    return sum(steps) + size if tensor.numel() else 0
-
-
-def _are_interleaved(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns whether two tensors are different columns of the rows of one buffer, such as the parts of a packed
-    projection: modulo the bytes of a row, they lie apart."""
-    for period in {stride * a.element_size() for stride in a.stride()} - {0}:
-        distance = (b.data_ptr() - a.data_ptr()) % period
-        if _extent_bytes(a, period) <= distance and distance + _extent_bytes(b, period) <= period:
-            return True
-    return False
-
-
-def check_problem(problem: AttentionProblem) -> None:
-    """Raises InvalidInput or InvalidType if no call can have a problem that a user wrote."""
-    if not isinstance(problem, AttentionProblem):
-        raise InvalidType(f"problem is a {type(problem).__name__}; it must be an AttentionProblem")
-    sizes = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "head_dim_v")
-    for name in (*sizes, "total_q", "total_k", "page_size"):
-        size = getattr(problem, name)
-        if not isinstance(size, int) or size < 0:
-            raise InvalidInput(f"{name} is {size!r}; it must be a whole number, not negative")
-    for name, number in (("softmax_scale", problem.softmax_scale), ("softcap", problem.softcap)):
-        if not isinstance(number, int | float):
-            raise InvalidType(f"{name} is {number!r}; it must be a number")
-    window = problem.window_size
-    if not (isinstance(window, tuple) and len(window) == 2 and all(isinstance(side, int) for side in window)):
-        raise InvalidType(f"window_size is {window!r}; in a problem it must be two whole numbers (left, right)")
-    known = (DTYPE_NAMES if problem.page_size else NAMES).values()
-    if problem.dtype not in known:
-        raise InvalidInput(f"dtype is {problem.dtype!r}; it must be one of {', '.join(known)}")
-    if problem.precision not in PRECISIONS:
-        raise InvalidInput(f"precision is {problem.precision!r}; it must be one of {PRECISION_NAMES}")
-    budget = problem.error_budget
-    if budget is not None and not (0 < budget < 1 and problem.dtype == "float32" and problem.precision == "default"):
-        raise InvalidInput(
-            f"error_budget is {budget!r}, dtype {problem.dtype} and precision {problem.precision!r}; a budget is "
-            "between 0 and 1, of float32 inputs, instead of a named precision"
-        )
-    if problem.v_in_k and (problem.head_dim_v > problem.head_dim or problem.dtype_of_v != problem.dtype_of_k):
-        raise InvalidInput(
-            f"v_in_k is True, and v has head_dim {problem.head_dim_v} and dtype {problem.dtype_of_v}, k has "
-            f"{problem.head_dim} and {problem.dtype_of_k}; v must be the first columns of k"
-        )
-    dropout.check_problem(problem)
-    descales.check_problem(problem)
-    cache_descales.check_problem(problem)
-    if not (problem.causal is None or isinstance(problem.causal, Causal)):
-        raise InvalidType(f"causal is {problem.causal!r}; in a problem it must be a Causal, or None")
-    _check_heads(problem.num_heads_q, problem.num_heads_kv, problem.head_dim, problem.head_dim_v)
-    _check_scalars(problem.softmax_scale, problem.softcap, window)
-    _check_shapes(problem)
-
-
-def _check_shapes(problem: AttentionProblem) -> None:
-    """Checks the shapes that a problem states of its mask, bias and slopes, and the dtype of the bias."""
-    p = problem
-    scores = (p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k)
-    for name in ("mask_shape", "bias_shape"):
-        shape = getattr(p, name)
-        if shape is None:
-            continue
-        if p.packed or p.page_size:
-            raise InvalidInput(f"{name} is {shape}; packed calls and calls on a paged cache have no mask and no bias")
-        if len(shape) != 4 or any(size not in (1, whole) for size, whole in zip(shape, scores, strict=True)):
-            raise InvalidInput(f"{name} is {shape}; it must be {scores}, and any axis may be 1")
-    if p.alibi_shape not in (None, (p.num_heads_q,), (p.batch, p.num_heads_q)):
-        raise InvalidInput(
-            f"alibi_shape is {p.alibi_shape}; it must be {(p.num_heads_q,)} or {(p.batch, p.num_heads_q)}, or None"
-        )
-    of_bias = ("float16", "bfloat16", "float32") if p.is_quantized else (p.dtype, "float32")
-    if p.bias_dtype not in (None, *of_bias):
-        raise InvalidInput(f"bias_dtype is {p.bias_dtype!r}; it must be {' or '.join(of_bias)}")
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's elements are found by its strides in one storage."""
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -578,7 +418,8 @@ def _check_types(operands: AnyOperands | CachedOperands) -> None:
             raise InvalidType(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}{hint}")
 
 
-def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    """Raises InvalidInput for numbers of heads or widths that no call can have."""
     for name, size in (("q", num_heads_q), ("k", num_heads_kv)):
         if size == 0:
             raise InvalidInput(f"{name} has 0 heads; it must have at least one")
@@ -592,7 +433,8 @@ def _check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int, head_dim_v:
             raise InvalidInput(f"{name} has head_dim 0; it must be at least 1")
 
 
-def _check_scalars(scale: float, softcap: float, window: tuple[int, int]) -> None:
+def check_scalars(scale: float, softcap: float, window: tuple[int, int]) -> None:
+    """Raises InvalidInput for a scale, softcap or window that no call can have."""
     if not 0 <= scale <= LARGEST:
         raise InvalidInput(
             f"softmax_scale is {scale}; it must be finite, and not negative in a problem (the calls negate q: the "
