@@ -105,7 +105,7 @@ def test_it_compiles_within_its_limits(dims: tuple[int, int], features: str) -> 
     if "joint_kernel" in products and (features.startswith("mask") or (is_wide and "causal" in FEATURES[features])):
         products = products | {"joint_kernel": products["joint_kernel"] // 2}
     is_joint = dims[0] <= 128 or (dims[0] < 256 and features in BROAD)
-    assert is_joint == ("joint_kernel" in found["configs"][0]["launches"])
+    assert is_joint == any("joint_kernel" in facts["launches"] for facts in found["configs"])
     for facts in found["configs"]:
         for name, launch in facts["launches"].items():
             assert not launch["mixed_descriptors"]
@@ -145,7 +145,7 @@ def test_float32_compiles_within_its_limits(dims: tuple[int, int], features: str
     (found,) = compile_all([a_job])
     (facts,) = found["configs"]
     products = PRODUCTS_OF_PARTS[dims]
-    assert facts["launches"].keys() == {"maxima_kernel", "split_rows_kernel", *products}
+    assert facts["launches"].keys() - {"sum_splits_kernel"} == {"maxima_kernel", "split_rows_kernel", *products}
     for name, launch in facts["launches"].items():
         assert not launch["mixed_descriptors"]
         if name not in products:

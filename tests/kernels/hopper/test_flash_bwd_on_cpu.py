@@ -151,12 +151,15 @@ def test_splits_of_a_group(
     if flash_bwd_config.divides_steps(call.problem, of):
         pytest.skip("its blocks are divided by their steps")
 
-    def chosen(steps_of_split: float) -> int:
-        monkeypatch.setattr(flash_bwd_config, "STEPS_OF_SPLIT", steps_of_split)
+    def chosen(steps_of_summand: float) -> int:
+        monkeypatch.setattr(flash_bwd_config, "STEPS_OF_SUMMAND", steps_of_summand)
         return flash_bwd_config.group_splits(call.problem, of)
 
     assert any(chosen(steps) == splits for steps in range(50))
     judge(call, more=False, config=config)
+
+
+FREE_PARTS = {"STEPS_OF_SUM": 0, "STEPS_OF_SUMMAND": 0, "LEAST_STEPS_OF_PART": 1, "STEPS_OF_PART": 0.01}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -170,7 +173,7 @@ def test_parts_of_blocks(
     expected: tuple[int, int], deterministic: bool,
 ) -> None:  # fmt: skip
     """Those of the last wave of a GPU with few multiprocessors; whole blocks run before."""
-    for name, value in {"LEAST_STEPS": 0, "LEAST_STEPS_OF_PART": 1, "STEPS_OF_PART": 0.01}.items():
+    for name, value in FREE_PARTS.items():
         monkeypatch.setattr(flash_bwd_config, name, value)
     monkeypatch.setattr(flash_bwd_config, "NUM_SMS", multiprocessors)
     case = replace(SHORT, dtype="float16", lengths=(300, 330), dims=dims, heads=heads, batch=1)
@@ -185,7 +188,7 @@ def test_parts_of_blocks_where_not_all_heads_run_together(
     monkeypatch: pytest.MonkeyPatch, multiprocessors: int, expected: tuple[int, int], together: int
 ) -> None:
     """Of three kv heads: the launch that adds up the parts takes their blocks in the order of the joint launch."""
-    for name, value in {"LEAST_STEPS": 0, "LEAST_STEPS_OF_PART": 1, "STEPS_OF_PART": 0.01}.items():
+    for name, value in FREE_PARTS.items():
         monkeypatch.setattr(flash_bwd_config, name, value)
     monkeypatch.setattr(flash_bwd_config, "NUM_SMS", multiprocessors)
     case = replace(SHORT, dtype="float16", lengths=(300, 330), dims=(64, 64), heads=(6, 3), batch=1)

@@ -25,17 +25,18 @@ ABLE = ("fp16x3",)  # the arithmetic of float32
 NARROW, NARROWEST = 64, 32
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
-# Of splits of a group (`group_splits`), fitted to 27 calls on an H200 (2026-11-30-h200-splits-of-groups.json): the part
-# of the longest block for which multiprocessors are idle at the end; the steps that dK and dV of a split take, written
-# and added up, for each block and query of a step (3 TB/s); and what more splits, which take more memory, must gain.
-# Not varied: the steps of the launch that adds them up.
-IDLE_AT_END, STEPS_OF_SPLIT, SPLIT_GAIN = 0.15, 2.5, 1.006
-STEPS_OF_SUM = 2
-# What parts of blocks must gain, in steps of 1 to 2 us; they spare short calls a launch. Not varied.
-LEAST_STEPS = 16
-# Of parts of a block: the least number of steps of each, and what each takes beside them, in steps: K and V must
-# arrive, and dK and dV are stored, before another one can begin. Not varied.
-LEAST_STEPS_OF_PART, STEPS_OF_PART = 8, 3
+# Of a block with a dK and a dV of its own in float32, a split of a group (`group_splits`) or a part (`divided_tail`):
+# the steps that these take, written and added up, for each query of a step (3 TB/s), and those of the launch that adds
+# them up. Of splits: the part of the longest block for which multiprocessors are idle at the end, and what more of
+# them, which take more memory, must gain. Fitted to 27 calls with splits on an H200
+# (2026-11-30-h200-splits-of-groups.json).
+STEPS_OF_SUMMAND, STEPS_OF_SUM = 2.5, 1
+IDLE_AT_END, SPLIT_GAIN = 0.15, 1.006
+# Of parts of a block: the least number of steps of each (four gain up to 1.4 times beside eight,
+# 2026-11-30-h200-few-blocks.json), and what each takes beside them, in steps: K and V must arrive, and dK and dV are
+# stored, before another one can begin. The latter was not varied.
+LEAST_STEPS_OF_PART, STEPS_OF_PART = 4, 3
+PART_GAIN = 1.01  # of a launch; times of equal launches differ as much
 # The most waves of parts, which bounds their workspace whatever the call's lengths: 5 NUM_SMS tiles of 128 keys, 87 MB
 # at head_dim 128. Timed calls have up to 4.6 waves (2026-11-27-h200-parts-of-blocks.json). Not varied.
 MOST_WAVES_OF_PARTS = 5
@@ -145,6 +146,18 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
     return sum(pieces(problem.head_dim)), sum(pieces(problem.head_dim_v))
 
 
+def has_few_blocks(problem: AttentionProblem) -> bool:
+    """Returns whether the joint launch of a dense call leaves many multiprocessors idle that launches apart, whose
+    blocks are half as long, would not: for long, if the longest block under a causal mask sets its time, or else if it
+    has at most half a wave of blocks too short to divide (`divided_tail`)."""
+    if problem.packed or problem.num_heads_q != problem.num_heads_kv or problem.window_size != (-1, -1):
+        return False
+    blocks = key_blocks(problem, 2 * GROUP_ROWS)
+    if problem.has_band:
+        return problem.seqlen_q == problem.seqlen_k and blocks <= NUM_SMS
+    return problem.seqlen_q <= 512 and 2 * blocks <= NUM_SMS
+
+
 GRADIENTS_LOG = "2026-11-23-h200-gradients.log"
 APART = Config(128, 2, is_joint=False)
 
@@ -155,6 +168,15 @@ RULES: tuple[Rule[Config], ...] = (
         lambda problem: problem.dtype == "float32",
         (Config(64, 2, is_joint=False),),
         "not measured; parts of wider tiles do not fit shared memory at head_dim 128",
+    ),
+    Rule(
+        "head_dim above 128, dense, no groups of heads; a causal mask, as many keys as queries, and at most 132 blocks "
+        "of 128 keys; or no mask, at most 512 queries, and at most 66 blocks",
+        lambda problem: is_broad(problem) and fits_joint(problem) and has_few_blocks(problem),
+        (Config(64, 2, is_joint=False), Config(64, 2)),
+        "launches apart have blocks of 64 keys: causal 1.14 to 1.18 times as fast in nine calls, full 1.10 to 1.18 in "
+        "six; with up to twice as many blocks causal 0.86 to 1.11 in six, full 0.86 to 1.05 in four",
+        "2026-11-30-h200-few-blocks.json",
     ),
     Rule(
         "head_dim above 128, dK and dV fit the registers",
@@ -214,7 +236,7 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config:
 
 def config_of_bias(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the config that computes the gradient of a bias, or of ALiBi's slopes: launches apart."""
-    return rule_of(problem, gpu).choices[-1]
+    return next(config for config in rule_of(problem, gpu).choices if not config.is_joint)
 
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
@@ -324,9 +346,8 @@ def divided_tail(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     idle. Its blocks are therefore divided: each part walks some of a block's steps, all heads of a tile before the next
     tile. A part has a dK and a dV of its own, float32, as splits have (`group_splits`). Long calls would be divided
     into many parts, so that the last wave of parts is full too, and write more of them than of dK and dV. Parts
-    therefore run in at most MOST_WAVES_OF_PARTS waves. The time below counts neither their bytes nor the launch that
-    adds them up. Divided are blocks of the joint launch; those of separate launches were not tried. The numbers depend
-    on the call alone, as there.
+    therefore run in at most MOST_WAVES_OF_PARTS waves. Divided are blocks of the joint launch; those of separate
+    launches were not tried. The numbers depend on the call alone, as there.
     """
     blocks = scheduled_blocks(problem, config)
     if not divides_steps(problem, config) or blocks % NUM_SMS == 0:
@@ -337,11 +358,17 @@ def divided_tail(problem: AttentionProblem, config: Config) -> tuple[int, int]:
 
     def time(parts: int) -> float:
         """Of the last wave, in steps."""
-        return -(-rest * parts // NUM_SMS) * (steps / parts + STEPS_OF_PART)
+        return -(-rest * parts // NUM_SMS) * (steps / parts + STEPS_OF_PART) + steps_of_sums(parts, rest, config)
 
     most = min(steps // LEAST_STEPS_OF_PART, MOST_WAVES_OF_PARTS * NUM_SMS // rest)
     best = min(range(1, max(1, most) + 1), key=time)
-    return (whole, best) if time(best) + LEAST_STEPS <= time(1) else (blocks, 1)
+    before = whole // NUM_SMS * (steps + STEPS_OF_PART)
+    return (whole, best) if PART_GAIN * (before + time(best)) <= before + time(1) else (blocks, 1)
+
+
+def steps_of_sums(summands: int, blocks: int, config: Config) -> float:
+    """Returns the steps that it takes to write several dK and dV for each of some blocks, and to add them up."""
+    return 0.0 if summands == 1 else STEPS_OF_SUM + STEPS_OF_SUMMAND * summands * blocks / config.block_m
 
 
 def divides_steps(problem: AttentionProblem, config: Config) -> bool:
@@ -381,9 +408,7 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     def time(splits: int) -> float:
         """In steps: blocks of one length run in waves, others fill gaps."""
         steps = -(-group // splits) * tiles  # of the longest block
-        of_splits = 0.0
-        if splits > 1:
-            of_splits = STEPS_OF_SUM + splits * STEPS_OF_SPLIT * blocks / config.block_m
+        of_splits = steps_of_sums(splits, blocks, config)
         if filled > 0.99:
             return -(-blocks * splits // NUM_SMS) * steps + of_splits
         mean = blocks * filled * group * tiles / NUM_SMS

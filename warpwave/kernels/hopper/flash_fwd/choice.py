@@ -360,6 +360,7 @@ RULES: tuple[Rule[Config], ...] = (
         "blocks of 192 queries give the busiest SM more rows than blocks of 64, or run in one wave",
         lambda c: (
             48 <= c.width
+            and not c.has_rows_between_sectors
             and c.is_bare
             and not c.problem.has_band
             and c.problem.dtype_kv is None
