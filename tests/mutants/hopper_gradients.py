@@ -68,6 +68,11 @@ HOPPER_BACKWARD = [
         f"{ON_CPU}test_splits_of_a_group", "causal and 0-float16", "gates fail",
     ),
     Mutant(
+        "hopper/flash_bwd: as many heads in each of several unequal splits", "kernels/hopper/flash_bwd/steps.py",
+        "count = (work.head + 1) * heads.num_heads // heads.splits[0] - first", "count = heads.group_size",
+        f"{ON_CPU}test_splits_of_a_group", "causal and 5-3 and 0-float16", "gates fail",
+    ),
+    Mutant(
         "hopper/flash_bwd: dK of one split for all", "kernels/hopper/flash_bwd/sum_splits.py",
         "for split in range(splits):", "for split in range(1):",
         f"{ON_CPU}test_splits_of_a_group", "causal and 0-float16", "gates fail",

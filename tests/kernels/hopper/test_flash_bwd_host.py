@@ -18,7 +18,13 @@ from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel
-from warpwave.kernels.hopper.flash_bwd.config import SMEM_PER_BLOCK, divided_tail, group_splits, steps_of_dq
+from warpwave.kernels.hopper.flash_bwd.config import (
+    SMEM_PER_BLOCK,
+    config_of_bias,
+    divided_tail,
+    group_splits,
+    steps_of_dq,
+)
 from warpwave.kernels.hopper.host import bias_bytes
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.runtime import launch, parameters
@@ -245,6 +251,29 @@ def test_query_heads_are_divided_where_blocks_are_few(fields: dict[str, Any], ex
     )  # fmt: skip
     config = flash_bwd.configs(problem, Gpu.for_arch("sm_90"))[0]
     assert group_splits(problem, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_joint"),
+    [
+        ({"seqlen_q": 512, "seqlen_k": 512, "batch": 2}, False),  # 64 blocks
+        ({"seqlen_q": 512, "seqlen_k": 512, "batch": 3}, True),
+        ({"seqlen_q": 1024, "seqlen_k": 512, "batch": 2}, True),
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "causal": Causal()}, False),  # 128 blocks
+        ({"seqlen_q": 2048, "seqlen_k": 2176, "causal": Causal()}, True),
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "causal": Causal(), "batch": 2}, True),
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "causal": Causal(), "num_heads_kv": 4}, True),
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "window_size": (64, 0)}, True),
+        ({"seqlen_q": 512, "seqlen_k": 512, "batch": 2, "head_dim": 128, "head_dim_v": 128}, True),
+    ],
+    ids=str,
+)
+def test_wide_rows_of_few_blocks_take_launches_apart(fields: dict[str, Any], is_joint: bool) -> None:
+    sizes = {"batch": 1, "num_heads_q": 8, "num_heads_kv": 8, "head_dim": 160, "head_dim_v": 160}
+    problem = AttentionProblem(**{**sizes, **fields}, dtype="bfloat16", softmax_scale=0.1)
+    gpu = Gpu.for_arch("sm_90")
+    assert flash_bwd.default(problem, gpu).is_joint == is_joint
+    assert not config_of_bias(problem, gpu).is_joint
 
 
 @pytest.mark.parametrize(

@@ -580,6 +580,21 @@ def test_only_a_triangle_has_the_tiles_of_triangles() -> None:
     assert tiles(replace(wave, causal=None)) == tiles(replace(wave, window_size=(-1, 64))) == (192, 64, 1)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "tile"), [(40, (192, 128)), (48, (64, 64)), (56, (192, 128)), (64, (64, 64))]
+)  # fmt: skip
+def test_full_calls_of_few_keys_take_small_tiles_unless_rows_begin_between_sectors(
+    head_dim: int, tile: tuple[int, int]
+) -> None:
+    few = replace(
+        PROBLEM, batch=8, num_heads_q=8, num_heads_kv=8, head_dim=head_dim, head_dim_v=head_dim, seqlen_q=1024,
+        seqlen_k=1024, causal=None,
+    )  # fmt: skip
+    config = choice.default(few, H200)
+    assert config is not None
+    assert (config.block_m, config.block_n) == tile
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not hopper(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
