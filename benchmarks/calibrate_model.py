@@ -287,7 +287,7 @@ def gradient_records(card: str, part: str) -> list[Path]:
     """Returns the records of a card's gradients: `"fit"` or `"judge"`. Each is a grid and tables, of which
     one has the joint launch of hopper/flash_bwd as it is now; the last one to fit also has forwards."""
     fit = ("heads-of-a-tile", "portable", "joint-gradients", "few-gradients", "float32-masks")
-    names = {"fit": fit, "judge": ("gradients-beside-peers",)}[part]
+    names = {"fit": fit, "judge": ("gradients-beside-peers", "parts-and-splits")}[part]
     tables = [path for name in names for path in sorted(RECORDS.glob(f"*-{card}-{name}.json"))]
     return [*sorted(RECORDS.glob(f"*-{card}-backward-grid-{part}*.jsonl")), *tables]
 

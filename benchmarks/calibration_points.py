@@ -26,7 +26,7 @@ from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, three_kernel
 from warpwave.kernels.hopper import flash_bwd as hopper_flash_bwd
 from warpwave.kernels.hopper import flash_fwd as hopper_flash_fwd
 from warpwave.kernels.hopper import large_head_dim as hopper_large_head_dim
-from warpwave.kernels.hopper.flash_bwd.config import divided_tail
+from warpwave.kernels.hopper.flash_bwd.config import divided_tail, group_splits
 from warpwave.problem import AttentionProblem, Causal
 from warpwave.workbench.bench.record_schema import problem_of as problem_of_record
 from warpwave.workbench.bench.records import read_records
@@ -46,7 +46,7 @@ ANOTHER_BEFORE = {
     ("flash_bwd", "16 bits"): "2026-11-27T14:00",
     ("three_kernel backward", "all"): "2026-11-28",
 }
-DIVIDED_SINCE = "2026-11-27T11:10"  # blocks of the joint launch's last wave
+DIVIDED_SINCE = "2026-11-30T13:00"  # blocks of hopper/flash_bwd, as they are now
 # Of that loop: new over old time, by the head_dim up to which, for calls longer than `SHORT_US`; shorter ones gained
 # half as much.
 REWRITTEN, FASTER, SHORT_US = "2026-11-22T01:48", {64: 0.92, 128: 0.93, 512: 0.985}, 40.0
@@ -168,7 +168,7 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
     """Reads the backward of calls back to back, without a flush in between: of `benchmarks.two_trees` in this tree, of
     `benchmarks.portable`, and of `benchmarks.gradients`."""
     modules = {module.NAME: module for module in dispatch.GRADIENT_KERNELS}
-    rows = [*gradients.table(), *gradients.between(), *gradients.grouped(), *portable.rows()]
+    rows = [*gradients.table(), *gradients.between(), *gradients.grouped(), *gradients.short(), *portable.rows()]
     measured: list[tuple[str, str, float]]  # case, kernel, us
     if "seed" in data:
         rows += gradients.drawn(data["seed"])
@@ -178,7 +178,8 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
         plain = [m for m in data["rows"] if m["direction"] == "backward" and "flash" in m["us"]]
         measured = [(m["case"], flash_bwd.NAME, median(m["us"]["warpwave"])) for m in plain]
     else:
-        measured = [(m["case"], hopper_flash_bwd.NAME, median(m["us"]["this tree"])) for m in data["rows"]]
+        backwards = [m for m in data["rows"] if m["suite"] == "gradients"]
+        measured = [(m["case"], hopper_flash_bwd.NAME, median(m["us"]["this tree"])) for m in backwards]
     by_name, date = {row.name: row for row in rows}, data["environment"]["date"]
     for case, kernel, us in measured:
         row = by_name[case]
@@ -258,17 +259,16 @@ def _of_float32_tiles(data: Mapping[str, Any]) -> Iterator[Point]:
 
 def _is_replaced(module: Any, problem: AttentionProblem, config: Any, date: str, us: float) -> bool:
     """Returns whether a time is of `three_kernel` before its gradients were changed, of `flash_bwd` in 16 bits before
-    its loops and tiles were, of the joint launch before its loops were, which shorter calls hardly show, or before
-    blocks of its last wave were divided."""
+    its loops and tiles were, of `hopper/flash_bwd` before blocks were divided as they are now, or of its joint launch
+    before its loops were changed, which shorter calls hardly show."""
     if date < ANOTHER_BEFORE.get((module.NAME, "all"), ""):
         return True
     if problem.dtype != "float32" and date < ANOTHER_BEFORE.get((module.NAME, "16 bits"), ""):
         return True
-    if not getattr(config, "is_joint", False):
-        return False
-    if date < DIVIDED_SINCE and divided_tail(problem, config)[1] > 1:
+    is_former = module is hopper_flash_bwd and date < DIVIDED_SINCE
+    if is_former and max(divided_tail(problem, config)[1], group_splits(problem, config)) > 1:
         return True
-    if us < LOOPS_SHOW_US:
+    if not getattr(config, "is_joint", False) or us < LOOPS_SHOW_US:
         return False
     return date < ANOTHER_BEFORE.get((module.NAME, "joint"), "")
 

@@ -141,8 +141,8 @@ def quantized_rows() -> Iterator[Row]:
 
 def gradient_rows() -> Iterator[Row]:
     """Yields the backward of rows of `benchmarks.gradients`: the 18 rows, head sizes from 136 to 192, grouped heads,
-    masks and biases, padding, few queries or keys."""
-    plain = (*gradients.table(), *gradients.between(), *gradients.grouped())
+    few blocks, masks and biases, padding, few queries or keys."""
+    plain = (*gradients.table(), *gradients.between(), *gradients.grouped(), *gradients.short())
     hidden = (row for row in (*gradients.features(), *gradients.biases()) if row.beside)
     for row in (*plain, *hidden, *gradients.padded(), *gradients.few()):
         yield Row(GRADIENTS, row.name, partial(backward, row))
