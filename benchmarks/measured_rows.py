@@ -32,6 +32,8 @@ OF_GRADIENTS = {
     "short sequences": "backward, short sequences",
     "few": "backward, few queries or keys",
     "padded": "backward, padding",
+    "short": "backward, few blocks",
+    "few keys": "forward, few keys",
     "narrow": "backward, head_dim up to 32",
     "dropout, backward": "backward, dropout",
     "survey, backward": "backward, survey",

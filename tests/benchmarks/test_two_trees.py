@@ -44,7 +44,7 @@ def test_rows_come_from_the_named_suites() -> None:
     from benchmarks import two_trees
 
     assert len(list(two_trees.rows(["quantized"], [""]))) == 2 * 4 * 3 * 3 * 2
-    assert len(list(two_trees.rows(["gradients"], [""]))) == 18 + 4 * 3 * 2 + 19 + 15 + 7 + 56
+    assert len(list(two_trees.rows(["gradients"], [""]))) == 18 + 4 * 3 * 2 + 19 + 40 + 15 + 7 + 56
     found = list(two_trees.rows(["host", "tiny"], ["gradients"]))
     assert found and all(row.suite == "host" and "gradients" in row.case for row in found)
 
