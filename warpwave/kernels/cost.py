@@ -219,8 +219,8 @@ def walk_by_keys(problem: AttentionProblem, block_m: int, block_n: int) -> Walk:
 
     Returns:
         A `Walk` with rows and keys exchanged: items are tiles of keys, and the longest walks the queries of all heads
-        that read its keys, of the most that any kv head has: where splits of kv heads stand for kv heads
-        (hopper/flash_bwd/costs.py), some may have one query head fewer than others.
+        that read its keys. Where splits stand for kv heads (hopper/flash_bwd/costs.py), some may have one query head
+        fewer than others; the longest has the most.
     """
     tiles = longest = items = cut = 0
     for (seqlen_q, seqlen_k), times in problem.counted_items().items():
@@ -322,9 +322,11 @@ def launch_order_by_keys(
         if (seqlen_q, seqlen_k) not in found:
             sequence = _by_keys(problem, seqlen_q, seqlen_k, block_m, block_n)
             steps = [sequence.visited(tile)[0] for tile in range(sequence.tiles())]
-            of_heads = tuple(step * group for step in steps for group in groups)
-            of_head = tuple(step * groups[0] for step in steps)
-            found[seqlen_q, seqlen_k] = (of_heads, 1) if all_heads else (of_head, heads)
+            if all_heads:
+                found[seqlen_q, seqlen_k] = (tuple(step * group for step in steps for group in groups), 1)
+            else:
+                assert len(set(groups)) == 1
+                found[seqlen_q, seqlen_k] = (tuple(step * groups[0] for step in steps), heads)
     order = tuple(found[item] for item in problem.items())
     return order[::-1] if all_heads else order
 

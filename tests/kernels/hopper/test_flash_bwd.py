@@ -15,6 +15,7 @@ from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import OTHER_ORDER, backward_references, judge_backward
 from tests.conformance.harness import DEVICE, GPU, bits
 from warpwave.kernels.hopper import flash_bwd, host
+from warpwave.kernels.hopper.flash_bwd import config as flash_bwd_config
 from warpwave.kernels.hopper.flash_bwd.config import divided_tail, group_splits
 from warpwave.workbench.verify.reference import Gradients
 
@@ -151,6 +152,32 @@ def test_splits_of_a_group(dims: tuple[int, int], dtype: str, features: str) -> 
         assert verdict.passed, str(verdict)
         again = gradients(call, dout, dlse, i, deterministic=True)
         assert bits(*again[:3]) == bits(*found[:3])
+
+
+@pytest.mark.parametrize("features", ["causal", "packed"])
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((64, 64), "bfloat16"), ((128, 128), "float16"), ((256, 256), "bfloat16"),
+                        ((192, 128), "bfloat16"), ((64, 64), "float32:default")], ids=str,
+)  # fmt: skip
+def test_unequal_splits_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], dtype: str, features: str
+) -> None:
+    """Of seven heads, in both ways."""
+    case = replace(PLAIN, dtype=dtype, dims=dims, lengths=(2100, 2000), heads=(14, 2), **REPEATED[features])
+    call = cases.build(replace(case, batch=2), "normal", DEVICE)
+    dout, dlse = upstream(call)
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    for i, config in enumerate(flash_bwd.configs(call.problem, GPU)):
+        for steps in range(50):
+            monkeypatch.setattr(flash_bwd_config, "STEPS_OF_SUMMAND", steps / 2)
+            if group_splits(call.problem, config) in (2, 3, 4):
+                break
+        assert group_splits(call.problem, config) in (2, 3, 4)
+        found = gradients(call, dout, dlse, i, deterministic=True)
+        verdict = judge_backward(call.problem, references, found)
+        assert verdict.passed, str(verdict)
+        for _ in range(10):
+            assert bits(*gradients(call, dout, dlse, i, deterministic=True)[:3]) == bits(*found[:3])
 
 
 @pytest.mark.parametrize("features", [{}, {"dropout": 0.2}, {"bias": "full"}, {"alibi": "heads"}], ids=str)

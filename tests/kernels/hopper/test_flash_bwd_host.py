@@ -228,7 +228,8 @@ def test_float32_is_refused_for_a_reason(changes: dict[str, Any], reason: str) -
         ({"num_heads_kv": 8}, 1),
         ({"causal": Causal()}, 8),  # 64 blocks for 132 multiprocessors
         ({"causal": Causal(), "num_heads_kv": 2}, 4),
-        ({"causal": Causal(), "seqlen_q": 65536, "seqlen_k": 65536}, 4),  # eight gain 0.5 %
+        ({"causal": Causal(), "seqlen_q": 65536, "seqlen_k": 65536}, 4),  # 2,048 tiles
+        ({"causal": Causal(), "num_heads_q": 32, "seqlen_q": 262144, "seqlen_k": 262144}, 1),
         ({"num_heads_kv": 4, "batch": 4}, 1),
         # Blocks of 1 and 2 heads, of 2 and 3.
         ({"causal": Causal(), "num_heads_q": 28, "num_heads_kv": 4, "seqlen_q": 4096, "seqlen_k": 4096}, 4),
@@ -258,7 +259,9 @@ def test_query_heads_are_divided_where_blocks_are_few(fields: dict[str, Any], ex
     [
         ({"seqlen_q": 512, "seqlen_k": 512, "batch": 2}, False),  # 64 blocks
         ({"seqlen_q": 512, "seqlen_k": 512, "batch": 3}, True),
-        ({"seqlen_q": 1024, "seqlen_k": 512, "batch": 2}, True),
+        ({"seqlen_q": 512, "seqlen_k": 512}, True),  # in two parts
+        ({"seqlen_q": 1024, "seqlen_k": 1024}, True),  # in two parts
+        ({"seqlen_q": 512, "seqlen_k": 8448, "num_heads_q": 1, "num_heads_kv": 1}, True),
         ({"seqlen_q": 2048, "seqlen_k": 2048, "causal": Causal()}, False),  # 128 blocks
         ({"seqlen_q": 2048, "seqlen_k": 2176, "causal": Causal()}, True),
         ({"seqlen_q": 2048, "seqlen_k": 2048, "causal": Causal(), "batch": 2}, True),

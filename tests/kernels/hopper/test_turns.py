@@ -40,7 +40,9 @@ def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_det
     modules = {module.__name__: module for module in (band, parts, scheduler, steps, turns, words)}
     functions = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(0, 1))
     bands, ranks, places = (functions[module.__name__] for module in (band, turns, steps))
-    heads = Fields(group_size=3)
+    even, uneven = Fields(group_size=3, splits=()), Fields(group_size=3, num_heads=7, splits=(3,))
+    for heads, of_split in ((even, ((0, 3), (3, 3), (6, 3))), (uneven, ((0, 2), (2, 2), (4, 3)))):
+        assert tuple(tuple(map(int, places.heads_of(Fields(head=i), heads))) for i in range(3)) == of_split
     rng, tiles_seen = random.Random(5), 0
     for _ in range(800):
         work, rules = drawn(rng)
@@ -50,7 +52,7 @@ def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_det
             span = bands.query_span(own, own.k_begin + block * rules.BLOCK_N, rules)
             walked = list(range(int(span.end) - 1, int(span.begin) - 1, -1))
             steps_of_block = [
-                tuple(map(int, places.place_of_step(i, Fields(head=2), span, heads, True)))
+                tuple(map(int, places.place_of_step(i, *places.heads_of(Fields(head=2), even), span, True)))
                 for i in range(3 * len(walked))
             ]
             assert steps_of_block == [(head, tile) for tile in walked for head in (6, 7, 8)]

@@ -63,7 +63,8 @@ class KeySchedule(NamedTuple):
 
     Attributes:
         num_heads: kv heads, each counted once for each of its splits.
-        group_size: query heads of a block; None if splits do not divide those of a kv head (flash_bwd/steps.heads_of).
+        group_size: query heads of a block, the most of any if splits do not divide those of a kv head
+            (flash_bwd/steps.heads_of).
         splits: blocks that divide the query heads of a tile of keys (flash_bwd/config.group_splits).
         whole, parts: the blocks that are not divided, and the parts of each later one (flash_bwd/config.divided_tail).
     """
@@ -71,7 +72,7 @@ class KeySchedule(NamedTuple):
     num_tiles: int
     num_heads_q: int
     num_heads: int
-    group_size: int | None
+    group_size: int
     splits: int
     whole: int
     parts: int

@@ -12,7 +12,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import arguments, dropout
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_bwd import dkv, dq, launches
-from warpwave.kernels.hopper.flash_bwd.config import Config, scheduled_blocks
+from warpwave.kernels.hopper.flash_bwd.config import Config, group_splits, scheduled_blocks
 from warpwave.kernels.hopper.flash_bwd.launches import Step, Tensors
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 from warpwave.runtime import launch
@@ -95,7 +95,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             "STAGES": config.num_stages,
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            **launches.constants_of(problem),
+            **launches.constants_of(problem, group_splits(problem, config)),
             "BIAS": kind,
         },
         options=OPTIONS,

@@ -34,6 +34,7 @@ class Options(NamedTuple):
     HAS_ALIBI: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
     IS_VARLEN: gl.constexpr
+    IS_UNEVEN: gl.constexpr  # whether blocks of keys have different numbers of query heads
     HAS_MASK: gl.constexpr
     MASK_PER_STEP: gl.constexpr  # launches.mask_per_step
     BIAS: gl.constexpr  # host.bias_kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from warpwave import precision
@@ -25,16 +26,18 @@ ABLE = ("fp16x3",)  # the arithmetic of float32
 NARROW, NARROWEST = 64, 32
 GROUP_ROWS = 64  # rows of a warpgroup's product
 SMEM_PER_BLOCK = 227 * 1024
-# Of a block with a dK and a dV of its own in float32, a split of a group (`group_splits`) or a part (`divided_tail`):
-# the steps that these take, written and added up, for each query of a step (3 TB/s), and those of the launch that adds
-# them up. Of splits: the part of the longest block for which multiprocessors are idle at the end, and what more of
-# them, which take more memory, must gain. Fitted to 27 calls with splits on an H200
-# (2026-11-30-h200-splits-of-groups.json).
+# A split of a group (`group_splits`) or a part of a block (`divided_tail`) has a dK and a dV of its own, float32. To
+# write one tile of keys of these and to add it up takes STEPS_OF_SUMMAND / block_m steps, which is 3 TB/s if block_m *
+# head_dim is 8,192; the launch that adds takes STEPS_OF_SUM. At the end of a launch, multiprocessors are idle for
+# IDLE_AT_END of its longest block. More splits must gain SPLIT_GAIN, because they take memory. Fitted to 27 calls with
+# splits on an H200 (2026-11-30-h200-splits-of-groups.json), but for STEPS_OF_SUM, which was not varied.
 STEPS_OF_SUMMAND, STEPS_OF_SUM = 2.5, 1
 IDLE_AT_END, SPLIT_GAIN = 0.15, 1.006
-# Of parts of a block: the least number of steps of each (four gain up to 1.4 times beside eight,
-# 2026-11-30-h200-few-blocks.json), and what each takes beside them, in steps: K and V must arrive, and dK and dV are
-# stored, before another one can begin. The latter was not varied.
+# The most tiles of keys of dK and dV of all splits: 268 MB at head_dim 128, as dQ's sums of 8 heads of 65,536 tokens.
+MOST_TILES_OF_SPLITS = 2048
+# A part has at least LEAST_STEPS_OF_PART steps (with four, calls are up to 1.11 times as fast as with eight,
+# 2026-11-30-h200-few-blocks.json). Beside them it takes STEPS_OF_PART: K and V must arrive, and dK and dV are stored,
+# before another part can begin. The latter was not varied.
 LEAST_STEPS_OF_PART, STEPS_OF_PART = 4, 3
 PART_GAIN = 1.01  # of a launch; times of equal launches differ as much
 # The most waves of parts, which bounds their workspace whatever the call's lengths: 5 NUM_SMS tiles of 128 keys, 87 MB
@@ -147,15 +150,20 @@ def widths(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def has_few_blocks(problem: AttentionProblem) -> bool:
-    """Returns whether the joint launch of a dense call leaves many multiprocessors idle that launches apart, whose
-    blocks are half as long, would not: for long, if the longest block under a causal mask sets its time, or else if it
-    has at most half a wave of blocks too short to divide (`divided_tail`)."""
+    """Returns whether a dense call has so few blocks that the joint launch leaves many multiprocessors idle. Launches
+    apart, whose blocks have half as many keys, occupy more of them.
+
+    Under a causal mask, the longest block sets the time of one wave. Without a mask, at most half a wave of blocks is
+    too few, if they are too short to divide (`divided_tail`).
+    """
     if problem.packed or problem.num_heads_q != problem.num_heads_kv or problem.window_size != (-1, -1):
+        return False
+    if problem.seqlen_q != problem.seqlen_k:
         return False
     blocks = key_blocks(problem, 2 * GROUP_ROWS)
     if problem.has_band:
-        return problem.seqlen_q == problem.seqlen_k and blocks <= NUM_SMS
-    return problem.seqlen_q <= 512 and 2 * blocks <= NUM_SMS
+        return blocks <= NUM_SMS
+    return 2 * blocks <= NUM_SMS and divided_tail(problem, Config(GROUP_ROWS, 2))[1] == 1
 
 
 GRADIENTS_LOG = "2026-11-23-h200-gradients.log"
@@ -170,12 +178,12 @@ RULES: tuple[Rule[Config], ...] = (
         "not measured; parts of wider tiles do not fit shared memory at head_dim 128",
     ),
     Rule(
-        "head_dim above 128, dense, no groups of heads; a causal mask, as many keys as queries, and at most 132 blocks "
-        "of 128 keys; or no mask, at most 512 queries, and at most 66 blocks",
+        "head_dim above 128, dense, as many keys as queries, no groups of heads, no window; a causal mask and at most "
+        "132 blocks of 128 keys; or no mask and at most 66 blocks, too short to divide",
         lambda problem: is_broad(problem) and fits_joint(problem) and has_few_blocks(problem),
         (Config(64, 2, is_joint=False), Config(64, 2)),
         "launches apart have blocks of 64 keys: causal 1.14 to 1.18 times as fast in nine calls, full 1.10 to 1.18 in "
-        "six; with up to twice as many blocks causal 0.86 to 1.11 in six, full 0.86 to 1.05 in four",
+        "six; with up to twice as many blocks causal 0.86 to 1.11 in six, full 0.82 to 1.05 in five",
         "2026-11-30-h200-few-blocks.json",
     ),
     Rule(
@@ -386,8 +394,8 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
     lists of steps are those of whole groups. Where `divides_steps` holds there is one too. The number depends on the
     call alone, not on the GPU, so that bits do not either.
 
-    In the 27 calls of the fit, the splits chosen take 1.008 times as long as the best ones in the geometric mean, 1.09
-    times at most (in a window).
+    The splits chosen take 1.010 times as long as the best ones in 26 calls of the fit, in the geometric mean, and 1.09
+    times at most, in a window. The number chosen for the last call was not timed.
     """
     group = problem.num_heads_q // problem.num_heads_kv
     if group == 1 or problem.mask_shape is not None or divides_steps(problem, config):
@@ -414,8 +422,21 @@ def group_splits(problem: AttentionProblem, config: Config) -> int:
         mean = blocks * filled * group * tiles / NUM_SMS
         return max(mean + IDLE_AT_END * steps, steps) + of_splits
 
-    times = [time(splits) for splits in range(1, group + 1)]
-    return 1 + next(i for i, steps in enumerate(times) if steps <= SPLIT_GAIN * min(times))
+    most = max(1, MOST_TILES_OF_SPLITS // blocks)
+    times = {splits: time(splits) for splits in numbers_of_splits(group) if splits <= most}
+    least = min(times.values())
+    return next(splits for splits, steps in times.items() if steps <= SPLIT_GAIN * least)
+
+
+def numbers_of_splits(group: int) -> Iterator[int]:
+    """Yields the numbers of splits in whose largest split there are fewer heads than in that of any smaller number."""
+    splits = 1
+    while True:
+        yield splits
+        largest = -(-group // splits)
+        if largest == 1:
+            return
+        splits = -(-group // (largest - 1))
 
 
 def scheduled_blocks(problem: AttentionProblem, config: Config) -> int:

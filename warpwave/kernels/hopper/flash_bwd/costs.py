@@ -59,10 +59,11 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
         workspace += sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
     if not config.is_joint:
-        parts = (*zeros, first, _of_keys(divided, gpu, config), _of_queries(problem, gpu, config), *ends)
-        return in_turn(parts, workspace)
+        walk = _of_splits_of(problem, divided, _of_keys(divided, gpu, config))
+        return in_turn((*zeros, first, walk, _of_queries(problem, gpu, config), *ends), workspace)
     finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, 128)
-    return in_turn((*zeros, first, _joint(divided, gpu, config, sums), finish, *ends), workspace)
+    walk = _of_splits_of(problem, divided, _joint(divided, gpu, config, sums))
+    return in_turn((*zeros, first, walk, finish, *ends), workspace)
 
 
 def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProblem, int, tuple[Cost, ...]]:
@@ -79,6 +80,21 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     numbers = (problem.head_dim + problem.head_dim_v) * keys_of(problem)
     read, added = 4 * splits * numbers, DTYPE_BYTES[problem.dtype] * numbers
     return divided, read, (of_rows(2 * -(-keys_of(problem) // sum_splits.BLOCK), read, added, read, 128),)
+
+
+def _of_splits_of(problem: AttentionProblem, divided: AttentionProblem, walk: Cost) -> Cost:
+    """Returns the cost of a walk by keys of the problem that `_of_splits` returns: dK and dV of splits are float32, and
+    the launch that adds them up reads them."""
+    if divided is problem:
+        return walk
+    numbers = (problem.head_dim + problem.head_dim_v) * keys_of(divided)
+    given = DTYPE_BYTES[problem.dtype] * numbers
+    return replace(
+        walk,
+        write_bytes=walk.write_bytes - given + 4 * numbers,
+        first_bytes=walk.first_bytes - given,
+        scratch_bytes=walk.scratch_bytes + 4 * numbers,
+    )
 
 
 class _Tail(NamedTuple):

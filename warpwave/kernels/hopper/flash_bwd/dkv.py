@@ -339,7 +339,7 @@ def dkv_kernel(
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(call_options, of_call(dropout))
-    heads = heads_of_call(schedule, call_options.statistic_rows)
+    heads = heads_of_call(schedule, call_options)
     words: gl.constexpr = scheduler.words_of(False)
     box = scheduler.Mailbox(
         gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)

@@ -491,7 +491,7 @@ def joint_kernel(
     keys take the place of queries (band.work_on_keys).
     """
     rules = Rules(call_options, of_call(dropout))
-    heads = heads_of_call(schedule, call_options.statistic_rows)
+    heads = heads_of_call(schedule, call_options)
     turns = Turns(turns_ptr, IS_DETERMINISTIC)
     dtype: gl.constexpr = q_map.dtype
     q_maps = present(q_map, q_map_2, None)

@@ -225,7 +225,7 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         blocks,
         problem.num_heads_q,
         heads,
-        problem.num_heads_q // heads if problem.num_heads_q % heads == 0 else None,
+        -(-problem.num_heads_q // heads),
         splits,
         *divided_tail(problem, config),
         problem.batch,
@@ -295,14 +295,19 @@ def mask_per_step(problem: AttentionProblem) -> bool:
     return queries > 1 or problem.has_band or (heads > 1 and problem.num_heads_q > problem.num_heads_kv)
 
 
-def constants_of(problem: AttentionProblem) -> dict[str, Any]:
-    """Returns the compile-time options of a call that hold for every launch over scores."""
+def constants_of(problem: AttentionProblem, splits: int = 1) -> dict[str, Any]:
+    """Returns the compile-time options of a call that hold for every launch over scores.
+
+    Args:
+        splits: blocks that divide the query heads of a tile of keys, in a launch that owns keys.
+    """
     features = arguments.feature_constants(problem)
     return {
         **arguments.band_constants(problem),
         "HAS_ALIBI": features["HAS_ALIBI"],
         "HAS_SOFTCAP": features["HAS_SOFTCAP"],
         "IS_VARLEN": problem.packed,
+        "IS_UNEVEN": problem.num_heads_q % (problem.num_heads_kv * splits) > 0,
         "HAS_MASK": problem.mask_shape is not None,
         "MASK_PER_STEP": mask_per_step(problem),
     }

@@ -15,6 +15,7 @@ from warpwave.kernels.hopper.flash_bwd import launches, split_dkv, split_dq, spl
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     Config,
+    group_splits,
     scheduled_blocks,
     steps_of_dq,
     widths,
@@ -157,7 +158,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
             "STAGES": config.num_stages,
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
-            **launches.constants_of(problem),
+            **launches.constants_of(problem, group_splits(problem, config)),
             "BIAS": "",
         },
         options=OPTIONS,

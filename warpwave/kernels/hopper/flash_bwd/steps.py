@@ -43,7 +43,7 @@ class Heads:
     Args:
         num_heads: query heads.
         group_size: query heads of a block, unless `splits` is given.
-        splits: (kv heads, each counted once for each of its splits,) if blocks have different numbers of query heads;
+        splits: (kv heads, each counted once for each of its splits,) if blocks have different numbers of query heads,
             else ().
         rows: rows of statistics of one (batch, head), whole tiles.
     """
@@ -55,12 +55,12 @@ class Heads:
 
 
 @jit
-def heads_of_call(schedule, rows):
+def heads_of_call(schedule, call_options):
     """Returns the heads of a launch that draws blocks of keys."""
-    if schedule.group_size is None:
-        return Heads(schedule.num_heads_q, schedule.num_heads_q // schedule.num_heads, (schedule.num_heads,), rows)
-    else:
-        return Heads(schedule.num_heads_q, schedule.group_size, (), rows)
+    splits = ()
+    if call_options.IS_UNEVEN:
+        splits = (schedule.num_heads,)
+    return Heads(schedule.num_heads_q, schedule.group_size, splits, call_options.statistic_rows)
 
 
 @jit

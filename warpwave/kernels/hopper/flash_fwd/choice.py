@@ -84,6 +84,7 @@ FLOAT32_BIAS = "2026-11-29-h200-float32-bias.json"
 SHORT_SEQUENCES = "2026-11-29-h200-short-sequences.jsonl"
 MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 DROPOUT = "2026-11-30-h200-dropout.json"
+NARROW_FORWARD = "2026-11-30-h200-narrow-forward.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
@@ -356,7 +357,8 @@ RULES: tuple[Rule[Config], ...] = (
         TUNING,
     ),
     Rule(
-        "head_dim 48 to 64, dense, 16 bits, no mask, bias, window, ALiBi or softcap, at most 1,024 keys, no chunk; "
+        "head_dim 48 to 64 (not 56, nor a head_dim_v of 24, 40 or 56), dense, 16 bits, no mask, bias, window, ALiBi or "
+        "softcap, at most 1,024 keys, no chunk; "
         "blocks of 192 queries give the busiest SM more rows than blocks of 64, or run in one wave",
         lambda c: (
             48 <= c.width
@@ -370,7 +372,8 @@ RULES: tuple[Rule[Config], ...] = (
         ),
         (Config(64, 64, 3, 3),),
         "1.02 to 1.22 times as fast as 192 x 128 in 24 calls of 700 to 1,024 keys at head_dim 64, 1.08 in the "
-        "geometric mean; 0.97 to 1.14 in six others; with 1,280 to 4,096 keys 0.85 to 1.07 in eight",
+        "geometric mean; 0.97 to 1.14 in six others; with 1,280 to 4,096 keys 0.85 to 1.07 in eight; at 48 1.03 to "
+        f"1.10 in four ({NARROW_FORWARD})",
         FEW_KEYS,
     ),
     Rule(
