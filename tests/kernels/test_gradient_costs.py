@@ -244,3 +244,18 @@ def test_launches_on_a_packed_mask_read_its_bits(shape: tuple[int, ...]) -> None
             assert part.read_bytes == other.read_bytes + words
             assert part.scratch_bytes == other.scratch_bytes + words
             assert part.first_bytes == other.first_bytes
+
+
+@pytest.mark.parametrize("splits", [3, 4, 7])
+def test_splits_of_a_group_have_all_of_its_heads(splits: int) -> None:
+    """Whether or not they divide them: the blocks' steps are those of the call, and the longest has the most heads."""
+    call = AttentionProblem(
+        batch=2, seqlen_q=1024, seqlen_k=1000, num_heads_q=7, num_heads_kv=splits, head_dim=128, head_dim_v=128,
+        dtype="bfloat16", softmax_scale=0.1, causal=Causal(),
+    )  # fmt: skip
+    walked = walk_by_keys(call, 64, 128)
+    order = launch_order_by_keys(call, 64, 128, all_heads=True)
+    steps = [step for of_sequence, times in order for step in of_sequence * times]
+    assert sum(steps) == walked[0] == walk_by_keys(replace(call, num_heads_kv=1), 64, 128)[0]
+    assert max(steps) == walked[1] == -(-7 // splits) * 16
+    assert len(steps) == 2 * 8 * splits
