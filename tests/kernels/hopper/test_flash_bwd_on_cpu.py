@@ -132,14 +132,15 @@ def test_nan_of_a_neighbor_stays_there(
 
 
 @pytest.mark.parametrize(("config", "dtype"), [(0, "float16"), (1, "float16"), (0, "float32:default")])
-@pytest.mark.parametrize(("group", "splits"), [(4, 4), (5, 3)])
+@pytest.mark.parametrize(("group", "splits"), [(4, 4), (4, 2), (5, 3), (3, 1)])
 @pytest.mark.parametrize(
     ("features", "data"), [("full", "normal"), ("causal", "sharp"), ("packed", "normal"), ("window", "normal")]
 )
 def test_splits_of_a_group(
     monkeypatch: pytest.MonkeyPatch, features: str, data: Data, group: int, splits: int, config: int, dtype: str
 ) -> None:
-    """As few and long blocks have them, here of a short call. Of three splits of five heads, one has one head."""
+    """As few and long blocks have them, here of a short call. Of three splits of five heads, one has one head. With
+    fewer splits than heads, a block walks several heads."""
     dims = (96, 80) if features == "packed" else SHORT.dims  # in pieces of columns
     if features == "full" and dtype == "float16":
         dims = (160, 160)

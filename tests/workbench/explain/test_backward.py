@@ -40,6 +40,7 @@ PRODUCTS = {
 
 # 32 blocks of keys, each in four parts, which the launch draws as blocks.
 FEW_BLOCKS: dict[str, Any] = {"batch": 1, "seqlen_k": 1024, "num_heads_kv": 4}
+LONG: dict[str, Any] = {"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384}
 
 
 def on(card: str, **options: Any) -> Explanation:
@@ -166,8 +167,10 @@ def test_a_launch_that_adds_says_how_much_and_one_that_repeats_says_what() -> No
     assert f"{steps * 64 * 128 * 4 / 1e9:.4g} GB added to sums of dQ in L2" in hopper
     assert "5 products of a visible tile where 5 are needed\n" in hopper
     assert "9 products of a visible tile where 5 are needed: scores are computed again" in portable
+    assert "launches of 4,096, 132 and 4,096 blocks on 132 SMs" in " ".join(hopper.split())
     # The last one adds up the parts of 68 blocks.
-    assert "launches of 4,096, 132, 4,096 and 544 blocks on 132 SMs" in " ".join(hopper.split())
+    long = " ".join(str(on("h200", **LONG)).split())
+    assert "launches of 4,096, 132, 4,096 and 544 blocks on 132 SMs" in long
     few = " ".join(str(on("h200", **FEW_BLOCKS)).split())
     assert "launches of 1,024, 128, 1,024 and 256 blocks on 132 SMs" in few
     in_parts = str(on("h100", dtype="float32"))
@@ -270,7 +273,7 @@ def test_the_workspace_is_what_the_launches_allocate() -> None:
 def test_parts_of_blocks_are_written_to_the_workspace_and_added_up() -> None:
     from warpwave.kernels.hopper.flash_bwd import kernel
 
-    for options, blocks, divided, parts in ((FEW_BLOCKS, 32, 32, 4), ({}, 2048, 68, 5)):
+    for options, blocks, divided, parts in ((FEW_BLOCKS, 32, 32, 4), (LONG, 2048, 68, 5)):
         said = on("h200", **options).backward
         assert said is not None
         problem, (*_, joint, finish, sums) = said.problem, said.cost.parts

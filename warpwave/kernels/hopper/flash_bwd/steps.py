@@ -5,9 +5,9 @@
 import math
 
 from warpwave.kernels.hopper.dropout import drop, has_dropout
-from warpwave.kernels.hopper.flash_bwd.band import begins_early, tile_at, visible
+from warpwave.kernels.hopper.flash_bwd.band import Options, begins_early, tile_at, visible
 from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
-from warpwave.kernels.hopper.groups import KeyGradients, Mask
+from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import (
     FREE_BARRIERS,
     LOG2_E,
@@ -55,7 +55,7 @@ class Heads:
 
 
 @jit
-def heads_of_call(schedule, call_options):
+def heads_of_call(schedule: KeySchedule, call_options: Options):
     """Returns the heads of a launch that draws blocks of keys."""
     splits = ()
     if call_options.IS_UNEVEN:
