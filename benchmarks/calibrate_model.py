@@ -285,7 +285,7 @@ def _with_gradients(of: Calibration, shipped: Calibration) -> Calibration:
 
 def gradient_records(card: str, part: str) -> list[Path]:
     """Returns the records of a card's gradients: `"fit"` or `"judge"`. Each is a grid and tables, of which
-    one has the joint launch of hopper/flash_bwd as it is now; the last one to fit also has forwards."""
+    the first to fit and all that judge have the joint launch of hopper/flash_bwd; the last to fit also has forwards."""
     fit = ("heads-of-a-tile", "portable", "joint-gradients", "few-gradients", "float32-masks")
     names = {"fit": fit, "judge": ("gradients-beside-peers", "parts-and-splits")}[part]
     tables = [path for name in names for path in sorted(RECORDS.glob(f"*-{card}-{name}.json"))]

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import decode_large_heads, gradients, portable
+from benchmarks import decode_large_heads, gradient_calls, portable
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import flash_bwd, flash_fwd, large_head_dim, three_kernel
@@ -168,10 +168,16 @@ def _of_paired_gradients(data: Mapping[str, Any]) -> Iterator[Point]:
     """Reads the backward of calls back to back, without a flush in between: of `benchmarks.two_trees` in this tree, of
     `benchmarks.portable`, and of `benchmarks.gradients`."""
     modules = {module.NAME: module for module in dispatch.GRADIENT_KERNELS}
-    rows = [*gradients.table(), *gradients.between(), *gradients.grouped(), *gradients.short(), *portable.rows()]
+    rows = [
+        *gradient_calls.table(),
+        *gradient_calls.between(),
+        *gradient_calls.grouped(),
+        *gradient_calls.short(),
+        *portable.rows(),
+    ]
     measured: list[tuple[str, str, float]]  # case, kernel, us
     if "seed" in data:
-        rows += gradients.drawn(data["seed"])
+        rows += gradient_calls.drawn(data["seed"])
         lines = [m for group in ("rows", "grouped", "drawn") for m in data.get(group, ())]
         measured = [(m["case"], hopper_flash_bwd.NAME, 1e3 * median(m["ms"]["warpwave"])) for m in lines]
     elif "direction" in data["rows"][0]:
@@ -197,7 +203,7 @@ def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
     """Reads the joint launch of flash_bwd with its default config, of calls that take it, without documents and without
     a gradient of a bias."""
     for m in lines:
-        row = gradients.Row(**m["row"])
+        row = gradient_calls.Row(**m["row"])
         problem = _of_row(row)
         config = flash_bwd.default(problem, _H200)
         if row.documents or row.beside == "trained bias" or config is None or not config.joint:
@@ -209,7 +215,7 @@ def _of_joint_launch(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
 
 def _of_one_side(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
     """Reads the joint launch of flash_bwd that walks keys or queries, of calls that take it."""
-    rows = {row.name: row for row in gradients.few()}
+    rows = {row.name: row for row in gradient_calls.few()}
     for m in lines:
         problem = _of_row(rows[m["case"]])
         config = flash_bwd.default(problem, _H200)
@@ -217,8 +223,8 @@ def _of_one_side(lines: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
             yield Point(flash_bwd, config, problem, 1e3 * median(m["ms"]["warpwave"]), True, m["case"], True)
 
 
-def _of_row(row: gradients.Row) -> AttentionProblem:
-    """Returns the problem of a row of `benchmarks.gradients` without documents."""
+def _of_row(row: gradient_calls.Row) -> AttentionProblem:
+    """Returns the problem of a row of gradient_calls.py without documents."""
     keys, (heads, kv_heads) = row.keys or row.seqlen, row.num_heads
     of_mask = {"padding": (row.batch, 1, 1, keys), "mask": (1, heads, row.seqlen, keys)}
     return saving_of(AttentionProblem(

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 import warpwave
-from benchmarks import gradients, two_trees
-from benchmarks.gradients import Row
+from benchmarks import gradient_calls, gradients, two_trees
+from benchmarks.gradient_calls import Row
 from warpwave.workbench.bench import environment
 from warpwave.workbench.bench.timing import paired_ratio, time_interleaved
 from warpwave.workbench.output_files import write_whole
@@ -40,7 +40,7 @@ MOST_ERROR = {"bfloat16": 2e-2, "float32": 1e-5}  # relative RMS; a wrong tile g
 
 def rows() -> list[Row]:
     """Returns the calls."""
-    found = [*gradients.table()]
+    found = [*gradient_calls.table()]
     found += [Row(d, 4, 4096, True, heads=16) for d in (80, 160)]
     found += [
         Row(128, 4, 4096, True, heads=32, kv_heads=8),

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import warpwave
-from benchmarks import gradients
+from benchmarks import gradient_calls, gradients
 from benchmarks.quantized_beside_16_bits import HEAD_DIMS, SIZES, WAYS, options_of, wide_operands
 from warpwave.problem import AttentionProblem
 from warpwave.workbench.bench import environment
@@ -106,12 +106,12 @@ def quantized(sizes: tuple[Any, ...], causal: bool, package: Any) -> Call:
 
 
 @lru_cache(1)
-def inputs_of(row: gradients.Row) -> gradients.Inputs:
+def inputs_of(row: gradient_calls.Row) -> gradients.Inputs:
     """Returns the tensors of a call with gradients."""
     return gradients.inputs(row)
 
 
-def backward(row: gradients.Row, package: Any) -> Call:
+def backward(row: gradient_calls.Row, package: Any) -> Call:
     """Returns the backward of a tree's package."""
     given = inputs_of(row)
     return gradients.backward(gradients.ours(row, given, package=package), given)
@@ -140,11 +140,11 @@ def quantized_rows() -> Iterator[Row]:
 
 
 def gradient_rows() -> Iterator[Row]:
-    """Yields the backward of rows of `benchmarks.gradients`: the 18 rows, head sizes from 136 to 192, grouped heads,
+    """Yields the backward of rows of gradient_calls.py: the 18 rows, head sizes from 136 to 192, grouped heads,
     few blocks, masks and biases, padding, few queries or keys."""
-    plain = (*gradients.table(), *gradients.between(), *gradients.grouped(), *gradients.short())
-    hidden = (row for row in (*gradients.features(), *gradients.biases()) if row.beside)
-    for row in (*plain, *hidden, *gradients.padded(), *gradients.few()):
+    plain = (*gradient_calls.table(), *gradient_calls.between(), *gradient_calls.grouped(), *gradient_calls.short())
+    hidden = (row for row in (*gradient_calls.features(), *gradient_calls.biases()) if row.beside)
+    for row in (*plain, *hidden, *gradient_calls.padded(), *gradient_calls.few()):
         yield Row(GRADIENTS, row.name, partial(backward, row))
 
 

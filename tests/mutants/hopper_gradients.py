@@ -69,7 +69,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "hopper/flash_bwd: as many heads in each of several unequal splits", "kernels/hopper/flash_bwd/steps.py",
-        "count = (work.head + 1) * heads.num_heads // heads.splits[0] - first", "count = heads.group_size + 0",
+        "count = (work.head + 1) * heads.num_heads // heads.key_heads[0] - first", "count = heads.group_size + 0",
         f"{ON_CPU}test_splits_of_a_group", "causal and 5-3 and 0-float16", "waits for a block",
     ),
     Mutant(

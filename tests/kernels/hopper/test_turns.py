@@ -40,7 +40,7 @@ def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_det
     modules = {module.__name__: module for module in (band, parts, scheduler, steps, turns, words)}
     functions = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(0, 1))
     bands, ranks, places = (functions[module.__name__] for module in (band, turns, steps))
-    even, uneven = Fields(group_size=3, splits=()), Fields(group_size=3, num_heads=7, splits=(3,))
+    even, uneven = Fields(group_size=3, key_heads=()), Fields(group_size=3, num_heads=7, key_heads=(3,))
     for heads, of_split in ((even, ((0, 3), (3, 3), (6, 3))), (uneven, ((0, 2), (2, 2), (4, 3)))):
         assert tuple(tuple(map(int, places.heads_of(Fields(head=i), heads))) for i in range(3)) == of_split
     rng, tiles_seen = random.Random(5), 0

@@ -42,25 +42,24 @@ class Heads:
 
     Args:
         num_heads: query heads.
-        group_size: query heads of a block, unless `splits` is given.
-        splits: (kv heads, each counted once for each of its splits,) if blocks have different numbers of query heads,
-            else ().
+        group_size: query heads of a block, unless blocks have different numbers.
+        key_heads: (kv heads, each counted once for each of its splits,) if blocks have different numbers, else ().
         rows: rows of statistics of one (batch, head), whole tiles.
     """
 
     num_heads: gl.tensor
     group_size: gl.tensor
-    splits: gl.tuple
+    key_heads: gl.tuple
     rows: gl.tensor
 
 
 @jit
 def heads_of_call(schedule: KeySchedule, call_options: Options):
     """Returns the heads of a launch that draws blocks of keys."""
-    splits = ()
+    key_heads = ()
     if call_options.IS_UNEVEN:
-        splits = (schedule.num_heads,)
-    return Heads(schedule.num_heads_q, schedule.group_size, splits, call_options.statistic_rows)
+        key_heads = (schedule.num_heads,)
+    return Heads(schedule.num_heads_q, schedule.group_size, key_heads, call_options.statistic_rows)
 
 
 @jit
@@ -69,9 +68,9 @@ def heads_of(work, heads):
     a kv head, some have one more than others."""
     first = work.head * heads.group_size
     count = heads.group_size
-    if len(heads.splits) > 0:
-        first = work.head * heads.num_heads // heads.splits[0]
-        count = (work.head + 1) * heads.num_heads // heads.splits[0] - first
+    if len(heads.key_heads) > 0:
+        first = work.head * heads.num_heads // heads.key_heads[0]
+        count = (work.head + 1) * heads.num_heads // heads.key_heads[0] - first
     return first, count
 
 
