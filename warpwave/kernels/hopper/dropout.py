@@ -9,7 +9,7 @@ of 16 queries and keys. With dropout, tiles therefore begin at such multiples: a
 
 from warpwave.kernels.dropout import dropout_numbers, dropout_of_head, load_dropout_key
 from warpwave.kernels.hopper import groups
-from warpwave.kernels.hopper.parts import accumulator_layout
+from warpwave.kernels.hopper.parts import accumulator_layout, is_a
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit
 
 PERIOD = gl.constexpr(16)  # tiles begin at multiples of it
@@ -39,9 +39,7 @@ class HeadDropout:
 @constexpr_function
 def has_dropout(dropout):
     """Returns whether the call has dropout; `dropout` is an `OfCall`, a `HeadDropout`, or () for none."""
-    if hasattr(dropout, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
-        return False
-    return hasattr(dropout, "threshold")
+    return is_a(dropout, "threshold")
 
 
 @jit

@@ -6,13 +6,21 @@ a tile has one factor. The factors of Q and K are part of the scale of the score
 if all keys of a head share it. Otherwise the factor of the head's first block multiplies the output. The ratio of a
 tile's factor to it is part of the tile's probabilities: its logarithm is added to scores, and sums are divided by it
 (softmax.FromOffset).
+
+Factors of blocks come through shared memory. The producer reads those of a tile from memory, ahead of the consumers,
+and writes them after it has started the tile's copies.
 """
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.parts import LARGEST_SCALE, SMALLEST_SCALE, lg2
-from warpwave.kernels.hopper.token_factors import has_token_factors, rules_with_tokens
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, with_fields
+from warpwave.kernels.hopper.parts import LARGEST_SCALE, SMALLEST_SCALE, is_a, lg2
+from warpwave.kernels.hopper.token_factors import (
+    has_token_factors,
+    read_factors_of_tokens,
+    rules_with_tokens,
+    store_factors_of_tokens,
+)
+from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier, with_fields
 
 
 @aggregate
@@ -37,72 +45,73 @@ class Factors:
     Args:
         of_q, of_k, of_v: those of Q, K and V; of Q or V () if it is not quantized.
         group_size: query heads of a kv head.
+        of_tiles: [2 * (stages + 1), 1] float32 in shared memory, of each of the last tiles its factor of K and
+            `bits_of_values`; () if no block of K or V has a factor of its own. The producer has waited for V of tile
+            n - stages - 1 before it writes those of tile n, and a consumer hands back V when it no longer needs the
+            factors of its tile.
+        bits: a tile's `bits_of_values` as a consumer has read them; () before.
     """
 
     of_q: object
     of_k: OfTensor
     of_v: object
     group_size: gl.tensor
-
-
-@aggregate
-class OfHead:
-    """The factors of one head of K or V: `ptr` is that of its first block. Beside K, `of_v` are those of V, or (). Of
-    V, `first` is the factor of the first block and `tile` that of a tile; of K they are ()."""
-
-    ptr: gl.tensor
-    stride: gl.tensor
-    seqlen_k: gl.tensor
-    of_v: object
-    first: object
-    tile: object
-    BLOCK: gl.constexpr
+    of_tiles: object
+    bits: object
 
 
 @constexpr_function
 def has_factors(factors):
-    """Returns whether scores have factors; `factors` is a `Factors`, an `OfHead`, or () for none."""
-    if hasattr(factors, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
-        return False
-    return hasattr(factors, "of_q") or hasattr(factors, "BLOCK")
+    """Returns whether scores have factors; `factors` is a `Factors`, or other factors, or () for none."""
+    return is_a(factors, "of_q")
+
+
+@constexpr_function
+def is_q_quantized(factors):
+    """Returns whether Q is quantized; `factors` as for `has_factors`."""
+    return has_factors(factors) and is_a(factors.of_q, "BLOCK")
 
 
 @constexpr_function
 def is_v_quantized(factors):
-    """Returns whether V is quantized; `factors` is a `Factors` or an `OfHead`, or () for none."""
-    return has_factors(factors) and has_factors(factors.of_v)
+    """Returns whether V is quantized; `factors` as for `has_factors`."""
+    return has_factors(factors) and is_a(factors.of_v, "BLOCK")
 
 
 @constexpr_function
 def has_blocks_of_values(factors):
-    """Returns whether blocks of V have factors; `factors` as for `is_v_quantized`."""
+    """Returns whether blocks of V have factors; `factors` as for `has_factors`."""
     return is_v_quantized(factors) and int(factors.of_v.BLOCK) > 0
 
 
+@constexpr_function
+def has_factors_of_tiles(factors):
+    """Returns whether blocks of K or V have factors; `factors` as for `has_factors`."""
+    return has_factors(factors) and (int(factors.of_k.BLOCK) > 0 or has_blocks_of_values(factors))
+
+
+@constexpr_function
+def arrivals_of_keys(factors):
+    """Returns how often the producer announces a tile of K: by its copies, and once its factors are written."""
+    return 2 if has_factors_of_tiles(factors) else 1
+
+
 @jit
-def of_head(of_keys, of_v, group_size, work):
-    """Returns the factors of K or V that the head of `work` reads."""
-    batch = work.batch.to(gl.int64)
-    kv_head = (work.head // group_size).to(gl.int64)
-    ptr = of_keys.ptr + (batch * of_keys.strides[0] + kv_head * of_keys.strides[1])
-    return OfHead(ptr, of_keys.strides[2], work.seqlen_k, of_v, (), (), of_keys.BLOCK)
+def tile_factors(STAGES: gl.constexpr):
+    """Allocates `Factors.of_tiles`."""
+    return gl.allocate_shared_memory(gl.float32, [2 * (STAGES + 1), 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @jit
 def rules_of_queries(factors, row_first, work, rules):
-    """Returns the rules for 64 queries, from `row_first` on, of one head: their factors are those of its keys, and
-    their scale includes the factor of Q, and that of K if the head has only one."""
+    """Returns the rules for 64 queries, from `row_first` on, of one head: their scale includes the factor of Q, and
+    that of K if the head has only one."""
     factor = gl.to_tensor(1.0)
-    if has_factors(factors.of_q):
+    if is_q_quantized(factors):
         factor = factor_of_queries(factors.of_q, factors.group_size, row_first, work)
-    of_v = ()
-    if is_v_quantized(factors):
-        of_v = of_head(factors.of_v, (), factors.group_size, work)
-        of_v = with_fields(of_v, first=first_of(of_v))
-    head = of_head(factors.of_k, of_v, factors.group_size, work)
-    if head.BLOCK == 0:
-        factor = factor * gl.load(head.ptr)
-    return with_fields(rules, scale=in_range(rules.scale * factor), factors=head)
+    if factors.of_k.BLOCK == 0:
+        factor = factor * factor_at(factors.of_k, work, work.head // factors.group_size, gl.to_tensor(0))
+    return with_fields(rules, scale=in_range(rules.scale * factor))
 
 
 @jit
@@ -121,81 +130,107 @@ def factor_of_queries(of_q, group_size, row_first, work):
 
 
 @jit
-def factors_of_tile(tile, n, keys, rules):
-    """Starts to read the factors of a tile of K and of V, 1 where blocks have none of their own; () if the call has no
-    factors. Those of tokens are read when K has arrived: returns `n`, the tile's number in the rings.
-    """
+def read_factors(rules, work, source, kv_head, key):
+    """Starts to read the factors of a tile of keys, from row `key` of K on; called by the producer. `source` is a
+    `pages.OfSequence` if tokens have factors."""
     if has_token_factors(rules.factors):
-        return n
-    elif has_factors(rules.factors):
-        return _factors_of_tile(rules.factors, tile, keys, rules)
+        return read_factors_of_tokens(rules.factors, source, kv_head, key, rules.BLOCK_N)
+    elif has_factors_of_tiles(rules.factors):
+        of_k = gl.to_tensor(1.0)
+        of_v = gl.to_tensor(1.0)
+        first = gl.to_tensor(1.0)
+        if rules.factors.of_k.BLOCK > 0:
+            of_k = factor_at(rules.factors.of_k, work, kv_head, key - work.k_begin)
+        if has_blocks_of_values(rules.factors):
+            of_v = factor_at(rules.factors.of_v, work, kv_head, key - work.k_begin)
+            first = factor_at(rules.factors.of_v, work, kv_head, gl.to_tensor(0))
+        return of_k, of_v, first
     else:
         return ()
 
 
 @jit
-def _factors_of_tile(head, tile, keys, rules):
-    of_k = gl.to_tensor(1.0)
-    of_v = gl.to_tensor(1.0)
-    if head.BLOCK > 0:
-        of_k = of_block(head, tile, keys, rules)
-    if has_blocks_of_values(head):
-        of_v = of_block(head.of_v, tile, keys, rules)
-    return of_k, of_v
+def factor_at(of_keys, work, kv_head, key):
+    """Returns the factor of K or V at a key of the sequence. Without keys there are no blocks, and it is 1."""
+    strides = of_keys.strides
+    ptr = of_keys.ptr + (work.batch.to(gl.int64) * strides[0] + kv_head.to(gl.int64) * strides[1])
+    if of_keys.BLOCK > 0:
+        factor = gl.load(ptr + (key // of_keys.BLOCK).to(gl.int64) * strides[2], mask=key < work.seqlen_k, other=1.0)
+    else:
+        factor = gl.load(ptr)
+    return factor
 
 
 @jit
-def rules_of_tile(read, rules):
-    """Returns the rules for a tile of keys: their scale includes its factor of K, and `tile` is its factor of V. `read`
-    is what `factors_of_tile` returned."""
+def store_factors(rules, k_ring, n, read):
+    """Writes what consumers read of `read_factors`' results for tile n, whose K was started before, and announces
+    it."""
     if has_token_factors(rules.factors):
-        return rules_with_tokens(read, rules)
-    elif has_factors(rules.factors):
-        return _rules_of_tile(rules.factors, read, rules)
+        store_factors_of_tokens(rules.factors, k_ring, n, read)
+    elif has_factors_of_tiles(rules.factors):
+        place = place_of_tile(rules.factors.of_tiles, n)
+        store_number(rules.factors.of_tiles, place, read[0])
+        if has_blocks_of_values(rules.factors):
+            store_number(rules.factors.of_tiles, place + 1, bits_of_values(read[1], read[2]))
+        mbarrier.arrive(k_ring.full.index(n % k_ring.stages), count=1)
+
+
+@jit
+def store_number(numbers, place, number):
+    """Writes a number, as the producer."""
+    numbers.index(place).store(gl.full([1], number, gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@jit
+def place_of_tile(of_tiles, n):
+    """Returns the first of the two places of tile n."""
+    return 2 * (n % (of_tiles.shape[0] // 2))
+
+
+@jit
+def rules_of_tile(n, rules):
+    """Returns the rules for tile n, whose K has arrived: their scale includes its factors of K, and its factors of V
+    are known."""
+    if has_token_factors(rules.factors):
+        return rules_with_tokens(n, rules)
+    elif has_factors_of_tiles(rules.factors):
+        return _rules_of_tile(rules.factors, n, rules)
     else:
         return rules
 
 
 @jit
-def _rules_of_tile(head, read, rules):
-    if head.BLOCK > 0:
-        rules = with_fields(rules, scale=in_range(rules.scale * read[0]))
-    if has_blocks_of_values(head):
-        rules = with_fields(rules, factors=with_fields(head, of_v=with_fields(head.of_v, tile=read[1])))
+def _rules_of_tile(factors, n, rules):
+    place = place_of_tile(factors.of_tiles, n)
+    if factors.of_k.BLOCK > 0:
+        rules = with_fields(rules, scale=in_range(rules.scale * number_at(factors.of_tiles, place)))
+    if has_blocks_of_values(factors):
+        rules = with_fields(rules, factors=with_fields(factors, bits=number_at(factors.of_tiles, place + 1)))
     return rules
 
 
 @jit
+def number_at(numbers, place):
+    """Returns a number, for a consumer."""
+    return gl.max(numbers.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@jit
 def of_output(factors, work):
-    """Returns the factor of the output, that of the first block of V; `factors` is a `Factors`."""
+    """Returns the factor of the output, that of the first block of V."""
     if is_v_quantized(factors):
-        return first_of(of_head(factors.of_v, (), factors.group_size, work))
+        return factor_at(factors.of_v, work, work.head // factors.group_size, gl.to_tensor(0))
     else:
         return 1.0
 
 
 @jit
-def first_of(head):
-    """Returns the factor of a head's first block; 1 if there are no blocks, because there are no keys."""
-    return gl.load(head.ptr, mask=(head.seqlen_k > 0) | (head.BLOCK == 0), other=1.0)
-
-
-@jit
-def bits_of_values(rules):
+def bits_of_values(of_tile, first):
     """Returns the logarithm of a tile's factor of V relative to that of the first block, in bits, to a multiple of
     2^-13: the factor is off by 2^-14 at most. Relative, because a factor may be close to the limits of float32.
     The sum of a row that sees n keys, all of them with a ratio r, overflows if n / r reaches about 2^128."""
-    bits = lg2(rules.factors.of_v.tile / rules.factors.of_v.first)
     # Adding 1.5 * 2^10 leaves 13 bits behind the point.
-    return (bits + 1536.0) - 1536.0
-
-
-@jit
-def of_block(head, tile, keys, rules):
-    """Returns the factor of a tile of keys."""
-    key = keys.begin + tile * rules.BLOCK_N
-    # A call without keys computes one tile and has no factors.
-    return gl.load(head.ptr + (key // head.BLOCK).to(gl.int64) * head.stride, mask=key < head.seqlen_k, other=1.0)
+    return (lg2(of_tile / first) + 1536.0) - 1536.0
 
 
 @jit

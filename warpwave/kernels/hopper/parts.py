@@ -100,6 +100,13 @@ def init_barriers(allocated, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
         mbarrier.init(allocated.index(i), count=ARRIVALS)
 
 
+@constexpr_function
+def is_a(value, name):
+    """Returns whether a value is the aggregate that has a field of that name."""
+    # Triton's tuple has `values`. Triton 3.6 raises on hasattr for a name that a tuple has not.
+    return not hasattr(value, "values") and hasattr(value, name)
+
+
 @jit
 def present(first, second, third):
     """Returns the pieces that are present."""

@@ -7,7 +7,7 @@ communicates only when its own scores rise: `settled_maximum`, `own_probabilitie
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.factors import bits_of_values, has_blocks_of_values
+from warpwave.kernels.hopper.factors import has_blocks_of_values
 from warpwave.kernels.hopper.parts import LN_2, ROWS, exp2, multiply_add, rescale, tanh, tanh_of_tile
 from warpwave.kernels.hopper.token_factors import has_token_factors
 from warpwave.kernels.hopper.visible import heads_of_rows
@@ -78,7 +78,7 @@ def with_values(scores, scale, rules, AT_EDGE: gl.constexpr):
             x = gl.where(scores == float("-inf"), float("-inf"), x)
         return x, Weighted(weights, rules.NARROWS_QUERIES)
     elif has_blocks_of_values(rules.factors):
-        bits = bits_of_values(rules)
+        bits = rules.factors.bits
         return scores, FromOffset(gl.to_tensor(scale), -bits, exp2(-bits))
     else:
         return scores, scale

@@ -9,7 +9,7 @@ are weighted by the inverse.
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
 from warpwave.kernels.hopper.groups import KeyDescaleStrides
-from warpwave.kernels.hopper.parts import accumulator_layout, lg2
+from warpwave.kernels.hopper.parts import accumulator_layout, is_a, lg2
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier, with_fields
 
 # Bounds of the factors of V whose inverses are weights. Those of hidden tokens may be anything, and 0 times the inverse
@@ -45,7 +45,7 @@ class TokenFactors:
 @constexpr_function
 def has_token_factors(factors):
     """Returns whether tokens have factors; `factors` is a `TokenFactors`, other factors, or () for none."""
-    return not hasattr(factors, "values") and hasattr(factors, "prepared")  # as in factors.has_factors
+    return is_a(factors, "prepared")
 
 
 @jit
@@ -61,17 +61,8 @@ def token_factors(
 
 
 @jit
-def read_factors(rules, source, head, key):
-    """Starts to read the factors of a tile of keys, from `key` on; called by the producer. `source` is a
-    `pages.OfSequence`."""
-    if has_token_factors(rules.factors):
-        return _read_factors(rules.factors, source, head, key, rules.BLOCK_N)
-    else:
-        return ()
-
-
-@jit
-def _read_factors(factors, source, head, key, BLOCK_N: gl.constexpr):
+def read_factors_of_tokens(factors, source, head, key, BLOCK_N: gl.constexpr):
+    """Implements `factors.read_factors`."""
     keys = gl.minimum(key + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [1], [0])), source.last_key)
     page = gl.load(source.table_ptr + keys // source.PAGE_SIZE)
     page = gl.minimum(gl.maximum(page, 0), source.num_pages - 1).to(gl.int64)
@@ -85,13 +76,12 @@ def _read_factors(factors, source, head, key, BLOCK_N: gl.constexpr):
 
 
 @jit
-def store_factors(rules, k_narrow, n, read):
-    """Writes what `read_factors` returned for tile n, whose K was started before, and announces it."""
-    if has_token_factors(rules.factors):
-        stage = n % k_narrow.stages
-        for of in gl.static_range(2):
-            rules.factors.raw.index(2 * stage + of).store(read[of])
-        mbarrier.arrive(k_narrow.full.index(stage), count=1)
+def store_factors_of_tokens(factors, k_narrow, n, read):
+    """Implements `factors.store_factors`."""
+    stage = n % k_narrow.stages
+    for of in gl.static_range(2):
+        factors.raw.index(2 * stage + of).store(read[of])
+    mbarrier.arrive(k_narrow.full.index(stage), count=1)
 
 
 @jit

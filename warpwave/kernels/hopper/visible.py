@@ -47,7 +47,7 @@ class Rules:
     NARROWS_QUERIES: gl.constexpr = False  # whether consumers convert bfloat16 queries to float16
     RAISES: gl.constexpr = False  # whether probabilities are multiplied by 2^softmax.RAISE
     dropout: object = None  # dropout.OfCall, in a consumer that of its head; () without dropout
-    # factors.Factors, in a consumer those of its head's keys; token_factors.TokenFactors; () if k has no factors
+    # factors.Factors or token_factors.TokenFactors; () if k has no factors
     factors: object = None
 
 

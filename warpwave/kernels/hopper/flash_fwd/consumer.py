@@ -9,7 +9,6 @@ The same holds for all tiles of a boolean mask; tiles that it hides entirely are
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import drop, has_dropout, key_of, of_head
 from warpwave.kernels.hopper.factors import (
-    factors_of_tile,
     has_blocks_of_values,
     has_factors,
     in_range,
@@ -106,7 +105,6 @@ def step(
 ):  # fmt: skip
     """Computes the scores of tile n + 1 and, while taking their softmax, the product of tile n's probabilities and
     values."""
-    factors = factors_of_tile(tile, n + 1, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, False)
     wait_full(k_ring, n + 1)
     scores = scores_async(q, k_ring, n + 1, zero_scores(k_ring, rules.BLOCK_N))
@@ -115,7 +113,7 @@ def step(
     x = finished_scores(scores, len(pending))
     hand_back_keys(k_ring, n + 1, place)
     release(q_empty, GROUP, is_last, rules)
-    x, scale = scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(factors, rules), False)
+    x, scale = scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(n + 1, rules), False)
     if rules.HAS_LOW and not is_masked(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
@@ -179,14 +177,13 @@ def release(q_empty, GROUP: gl.constexpr, is_last, rules):
 @jit
 def edge_scores(q, k_ring, n, tile, place, keys, rules):
     """Computes the masked scores of tile n in bits, except for a factor, with no other work in flight."""
-    factors = factors_of_tile(tile, n, keys, rules)
     ahead = read_ahead(tile, place, keys, rules, True)
     wait_full(k_ring, n)
     scores = scores_async(q, k_ring, n, zero_scores(k_ring, rules.BLOCK_N))
     ahead = read_bias(ahead, place, k_ring, n, rules)
     x = finished_scores(scores, 0)
     hand_back_keys(k_ring, n, place)
-    return scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(factors, rules), True)
+    return scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(n, rules), True)
 
 
 @jit

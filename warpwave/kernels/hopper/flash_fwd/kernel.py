@@ -31,7 +31,7 @@ from __future__ import annotations
 from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper import scheduler
 from warpwave.kernels.hopper.dropout import of_call
-from warpwave.kernels.hopper.factors import Factors, OfTensor
+from warpwave.kernels.hopper.factors import Factors, OfTensor, arrivals_of_keys, tile_factors
 from warpwave.kernels.hopper.flash_fwd.consumer import Consumer, consumer
 from warpwave.kernels.hopper.flash_fwd.mask_bias import Beside, MaskAndBias, is_added
 from warpwave.kernels.hopper.flash_fwd.producer import Producer, producer
@@ -126,7 +126,10 @@ def hopper_flash_fwd_kernel(
         of_q = ()
         if q_descale_ptr is not None:
             of_q = OfTensor(q_descale_ptr, q_descale_strides, Q_BLOCK)
-        factors = Factors(of_q, of_k, of_v, schedule.group_size)
+        of_tiles = ()
+        if K_BLOCK > 0 or V_BLOCK > 0:
+            of_tiles = tile_factors(STAGES)
+        factors = Factors(of_q, of_k, of_v, schedule.group_size, of_tiles, ())
     aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
     narrows_queries: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
     raises: gl.constexpr = narrows_queries or TOKEN_FACTORS
@@ -173,7 +176,7 @@ def hopper_flash_fwd_kernel(
     many_words: gl.constexpr = scheduler.words_of(is_added(beside))
     words = gl.allocate_shared_memory(gl.int32, [many_words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     box = scheduler.Mailbox(words, barriers(2), barriers(2))
-    ring_init(k_ring, GROUPS)
+    ring_init(k_ring, GROUPS, arrivals_of_keys(factors))
     ring_init(v_ring, GROUPS)
     k_source = k_ring  # what the producer fills
     v_source = v_ring

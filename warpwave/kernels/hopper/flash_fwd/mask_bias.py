@@ -26,6 +26,7 @@ from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
     accumulator_layout,
+    is_a,
     matrix,
     multiply_add,
     tanh_of_tile,
@@ -116,9 +117,7 @@ class MaskedPlace:
 @constexpr_function
 def is_added(beside):
     """Returns whether there is a mask or a bias. `beside` is a `Beside`, () for neither, or a place."""
-    if hasattr(beside, "values"):  # Triton's tuple: Triton 3.6 raises on hasattr for a missing name
-        return False
-    return hasattr(beside, "words_ptr") or hasattr(beside, "beside")
+    return is_a(beside, "words_ptr") or is_a(beside, "beside")
 
 
 @constexpr_function

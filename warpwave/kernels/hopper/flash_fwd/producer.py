@@ -6,7 +6,7 @@ those of a widener (widener.py). It skips tiles that a boolean mask hides entire
 
 from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper import scheduler
-from warpwave.kernels.hopper.factors import is_v_quantized
+from warpwave.kernels.hopper.factors import is_v_quantized, read_factors, store_factors
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     bytes_beside,
@@ -31,7 +31,6 @@ from warpwave.kernels.hopper.split_float32 import (
     is_scaled,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.token_factors import read_factors, store_factors
 from warpwave.kernels.hopper.visible import (
     Rules,
     keys_of_sequence,
@@ -165,13 +164,13 @@ def load_block(role, work, pages: Pages, capacity, kv_head, n, messages):
     key = work.k_begin + keys.begin
     last = key + (end - 1) * rules.BLOCK_N
     load_keys(role.k_ring, role.k_maps, n, work, source, kv_head, last, beside, rules)
-    store_factors(rules, role.k_ring, n, read_factors(rules, source, kv_head, last))
+    store_factors(rules, role.k_ring, n, read_factors(rules, work, source, kv_head, last))
     load_queries(role, batch, work, row, messages)
     for j in range(1, end - begin):
         before = key + (end - 1 - j) * rules.BLOCK_N
         if rules.PARTS == 1:
             load_keys(role.k_ring, role.k_maps, n + 1, work, source, kv_head, before, beside, rules)
-            factors = read_factors(rules, source, kv_head, before)
+            factors = read_factors(rules, work, source, kv_head, before)
             load_rows(role.v_ring, role.v_maps, n, source, kv_head, before + rules.BLOCK_N)
             store_factors(rules, role.k_ring, n + 1, factors)
         else:  # in the order of use: a ring may have a single stage
@@ -217,13 +216,16 @@ def load_masked_block(role, work, kv_head, n, messages, bits):
     tile = gl.maximum(tile, begin)
     key = keys.begin + tile * rules.BLOCK_N
     load_keys(role.k_ring, role.k_maps, n, work, work.batch, kv_head, key, beside, rules)
+    store_factors(rules, role.k_ring, n, read_factors(rules, work, work.batch, kv_head, key))
     row = work.tile * queries_of_block(rules)
     load_queries(role, work.batch, work, row, messages)
     tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
     while tile >= begin:
         before = keys.begin + tile * rules.BLOCK_N
         load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
+        factors = read_factors(rules, work, work.batch, kv_head, before)
         load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
+        store_factors(rules, role.k_ring, n + 1, factors)
         key = before
         n += 1
         tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)

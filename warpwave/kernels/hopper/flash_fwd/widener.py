@@ -16,6 +16,7 @@ from warpwave.kernels.hopper.parts import (
     arrive_alone,
     barriers,
     buffers,
+    is_a,
     make_room,
     matrix,
     ring_init,
@@ -77,7 +78,7 @@ def unknown_end():
 @constexpr_function
 def is_present(role):
     """Returns whether there is a widener; `role` is a `Widener`, or () for none."""
-    return not hasattr(role, "values") and hasattr(role, "end")  # as in factors.has_factors
+    return is_a(role, "end")
 
 
 @jit
