@@ -395,7 +395,7 @@ def specify(source: Source, mode: str, tensors: tuple[Any, ...], tokens: int, bl
         },
         # Fused multiply-adds round once less, in `x - mean` and before rounding to integers, so bits would differ from
         # torch's.
-        options={"num_warps": min(16, max(4, tokens * block_d // 1024)), "num_stages": 1, "enable_fp_fusion": False},
+        options={"num_warps": min(16, max(4, tokens * block_d // 2048)), "num_stages": 1, "enable_fp_fusion": False},
     )
 
 
