@@ -17,6 +17,7 @@ from warpwave.kernels.hopper.parts import LARGEST_SCALE, SMALLEST_SCALE, is_a, l
 from warpwave.kernels.hopper.token_factors import (
     has_token_factors,
     read_factors_of_tokens,
+    rules_with_tokens,
     store_factors_of_tokens,
 )
 from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier, with_fields
@@ -188,9 +189,11 @@ def place_of_tile(of_tiles, n):
 
 @jit
 def rules_of_tile(n, rules):
-    """Returns the rules for tile n, whose K has arrived: their scale includes its factor of K, and `bits` are those of
-    its factor of V. Read while products run, their latency is hidden."""
-    if has_factors_of_tiles(rules.factors):
+    """Returns the rules for tile n, whose K has arrived: their scale includes its factors of K, and its factors of V
+    are known."""
+    if has_token_factors(rules.factors):
+        return rules_with_tokens(n, rules)
+    elif has_factors_of_tiles(rules.factors):
         return _rules_of_tile(rules.factors, n, rules)
     else:
         return rules

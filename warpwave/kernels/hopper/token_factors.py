@@ -105,20 +105,11 @@ def first_prepared(factors, n):
 
 
 @jit
-def rules_of_tokens(n, rules):
-    """Returns the rules for tile n, whose K has arrived: with factors of tokens, their scale includes those of K, [1,
-    keys]. Read before the products are finished, they would not fit the registers."""
-    if has_token_factors(rules.factors):
-        return _rules_of_tokens(rules.factors, n, rules)
-    else:
-        return rules
-
-
-@jit
-def _rules_of_tokens(factors, n, rules):
+def rules_with_tokens(n, rules):
+    """Returns the rules for tile n, whose K has arrived: their scale includes the factors of K, [1, keys]."""
     layout: gl.constexpr = gl.SliceLayout(0, accumulator_layout(rules.BLOCK_N))
-    prepared = factors.prepared
-    first = first_prepared(factors, n)
+    prepared = rules.factors.prepared
+    first = first_prepared(rules.factors, n)
     of_tile = (prepared.index(first + 1).load(layout)[None, :], prepared.index(first + 2).load(layout)[None, :])
     scale = rules.scale * prepared.index(first).load(layout)[None, :]
-    return with_fields(rules, scale=scale, factors=with_fields(factors, of_tile=of_tile))
+    return with_fields(rules, scale=scale, factors=with_fields(rules.factors, of_tile=of_tile))

@@ -78,7 +78,7 @@ from warpwave.kernels.hopper.split_float32 import (
     store_float32,
     wait_for_launch_before,
 )
-from warpwave.kernels.hopper.token_factors import has_token_factors, rules_of_tokens
+from warpwave.kernels.hopper.token_factors import has_token_factors
 from warpwave.kernels.hopper.visible import (
     Place,
     Rules,
@@ -110,11 +110,10 @@ def step(
     scores = scores_async(q, k_ring, n + 1, zero_scores(k_ring, rules.BLOCK_N))
     pending = values_async(p, v_ring, n, acc)
     ahead = read_bias(ahead, place, k_ring, n + 1, rules)
-    rules_of_keys = rules_of_tile(n + 1, rules)
     x = finished_scores(scores, len(pending))
     hand_back_keys(k_ring, n + 1, place)
     release(q_empty, GROUP, is_last, rules)
-    x, scale = scores_in_bits(x, ahead, tile, place, keys, rules_of_tokens(n + 1, rules_of_keys), False)
+    x, scale = scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(n + 1, rules), False)
     if rules.HAS_LOW and not is_masked(place):  # noqa: SIM102 (known when compiled, and the other is not)
         if (tile < whole_begin) | (tile >= whole_end):
             x = hide_by_position(x, tile, place, keys, rules)
@@ -182,10 +181,9 @@ def edge_scores(q, k_ring, n, tile, place, keys, rules):
     wait_full(k_ring, n)
     scores = scores_async(q, k_ring, n, zero_scores(k_ring, rules.BLOCK_N))
     ahead = read_bias(ahead, place, k_ring, n, rules)
-    rules_of_keys = rules_of_tile(n, rules)
     x = finished_scores(scores, 0)
     hand_back_keys(k_ring, n, place)
-    return scores_in_bits(x, ahead, tile, place, keys, rules_of_tokens(n, rules_of_keys), True)
+    return scores_in_bits(x, ahead, tile, place, keys, rules_of_tile(n, rules), True)
 
 
 @jit
