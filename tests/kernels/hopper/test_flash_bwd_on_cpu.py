@@ -16,22 +16,24 @@ from tests.marks import needs_triton
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import flash_bwd, host
 from warpwave.kernels.hopper.flash_bwd import config as flash_bwd_config
+from warpwave.kernels.hopper.flash_bwd import joint_launch
 from warpwave.workbench.verify.reference import oracle
 
 pytestmark = needs_triton
 
 
 @pytest.mark.parametrize(
-    ("dims", "config"),
+    ("dims", "config", "deterministic"),
     [
-        *(((64, 64), 0), ((40, 24), 0), ((24, 64), 0), ((32, 16), 0), ((128, 128), 0), ((64, 80), 0), ((24, 128), 0)),
-        *(((72, 104), 0), ((96, 72), 0), ((192, 128), 0), ((160, 160), 0), ((40, 136), 0)),
-        *(((192, 128), -1), ((40, 64), 1)),
+        *(((64, 64), 0, True), ((40, 24), 0, True), ((24, 64), 0, False), ((32, 16), 0, True), ((128, 128), 0, True)),
+        *(((64, 80), 0, False), ((24, 128), 0, False), ((72, 104), 0, True), ((96, 72), 0, False)),
+        *(((192, 128), 0, True), ((160, 160), 0, False), ((40, 136), 0, False), ((192, 128), -1, True)),
+        *(((40, 64), 1, True), ((64, 64), 0, False), ((128, 128), 0, False)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("features", CALLS)
-def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
+def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int, deterministic: bool) -> None:
     call = cases.build(replace(SHORT, dims=dims, **CALLS[features]), "normal", CPU)
     g = torch.Generator().manual_seed(2)
     q = call.operands.q
@@ -39,14 +41,22 @@ def test_the_protocol_on_a_cpu(features: str, dims: tuple[int, int], config: int
     shape = dout.shape[:-1]
     dlse = torch.randn(shape, generator=g).transpose(-1, -2).contiguous() if features != "full" else None
     references = backward_references(call.problem, call.operands, dout, dlse)
-    verdict = judge_backward(call.problem, references, on_cpu(call, dout, dlse, config))
+    found = on_cpu(call, dout, dlse, config, deterministic=deterministic)
+    verdict = judge_backward(call.problem, references, found)
     assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("features", ["full", "window wider than a block", "packed"])
-def test_sums_in_any_order_are_those_in_order(features: str, dims: tuple[int, int]) -> None:
-    """Here programs run one after another, so that the sums of both have one order, and the same bits."""
+@pytest.mark.parametrize(
+    ("features", "ascends"),
+    [("full", False), *(("window wider than a block", ascends) for ascends in (False, True)), ("packed", True)],
+)
+def test_sums_in_any_order_are_those_in_order(
+    monkeypatch: pytest.MonkeyPatch, features: str, ascends: bool, dims: tuple[int, int]
+) -> None:
+    """Here programs run one after another, so that the sums of both have one order, and the same bits, if their blocks
+    walk their queries in the same direction."""
+    monkeypatch.setattr(joint_launch, "ascends", lambda problem: ascends)
     call = cases.build(replace(SHORT, dims=dims, **CALLS[features]), "normal", CPU)
     shape = *call.operands.q.shape[:-1], dims[1]
     dout = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(call.operands.q.dtype)

@@ -16,15 +16,16 @@ pytestmark = needs_triton
 
 
 def drawn(rng: random.Random) -> tuple[Any, Any]:
-    """The lengths of a sequence, and rules with a window, an alignment, and tiles that may begin early."""
+    """The lengths of a sequence, and rules with a window, an alignment, a direction, and tiles that may begin early."""
     has_low, has_high = rng.random() < 0.5, rng.random() < 0.5
     left = rng.choice((0, 1, 13, 64, 127, 128, 300)) if has_low else 2**30
     right = rng.choice((0, 0, 1, 5, 70)) if has_high else 2**30
     block_m = rng.choice((64, 128))
     rules = Fields(
         BLOCK_M=block_m, BLOCK_N=128, HAS_LOW=has_low, HAS_HIGH=has_high, TOP_LEFT=has_high and rng.random() < 0.4,
-        IS_VARLEN=rng.random() < 0.5, HAS_MASK=False, BIAS="", window_left=torch.tensor(left),
-        window_right=torch.tensor(right), dropout=Fields() if rng.random() < 0.3 else (),
+        IS_VARLEN=rng.random() < 0.5, ASCENDS=has_high and rng.random() < 0.5, HAS_MASK=False, BIAS="",
+        window_left=torch.tensor(left), window_right=torch.tensor(right),
+        dropout=Fields() if rng.random() < 0.3 else (),
     )  # fmt: skip
     lengths = rng.choice((1, 3, 60, 64, 65, 127, 200, 333)), rng.choice((1, 2, 63, 128, 129, 200, 400, 513))
     return Fields(seqlen_q=torch.tensor(lengths[0]), seqlen_k=torch.tensor(lengths[1])), rules
@@ -50,9 +51,9 @@ def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_det
         found: dict[int, list[int]] = {}
         for block in range(-(-max(0, int(own.k_end - own.k_begin)) // rules.BLOCK_N)):
             span = bands.query_span(own, own.k_begin + block * rules.BLOCK_N, rules)
-            walked = list(range(int(span.end) - 1, int(span.begin) - 1, -1))
+            walked = list(range(int(span.begin), int(span.end)))[:: 1 if rules.ASCENDS else -1]
             steps_of_block = [
-                tuple(map(int, places.place_of_step(i, *places.heads_of(Fields(head=2), even), span, True)))
+                tuple(map(int, places.place_of_step(i, *places.heads_of(Fields(head=2), even), span, True, rules)))
                 for i in range(3 * len(walked))
             ]
             assert steps_of_block == [(head, tile) for tile in walked for head in (6, 7, 8)]
@@ -61,6 +62,8 @@ def test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order(is_det
                 rank = ranks.rank_of(turn_of, block, torch.tensor(tile), None, 0, own, rules)
                 found.setdefault(tile, []).append(int(rank))
         for turn in found.values():
+            if rules.ASCENDS:  # the last keys first
+                turn.reverse()
             assert turn == [i if is_deterministic else min(i, 1) for i in range(len(turn))], (work, rules, found)
         tiles = -(-max(0, int(own.q_end - own.q_begin)) // rules.BLOCK_M)
         assert tiles == 0 or sorted(found) == list(range(tiles)), (work, rules, found)

@@ -35,6 +35,7 @@ class Options(NamedTuple):
     HAS_SOFTCAP: gl.constexpr
     IS_VARLEN: gl.constexpr
     IS_UNEVEN: gl.constexpr  # whether blocks of keys have different numbers of query heads
+    ASCENDS: gl.constexpr  # whether blocks of keys walk their queries from the first tile to the last (config.ascends)
     HAS_MASK: gl.constexpr
     MASK_PER_STEP: gl.constexpr  # launches.mask_per_step
     BIAS: gl.constexpr  # host.bias_kind
@@ -118,7 +119,7 @@ def begins_early(has_edge, rules):
 
 @aggregate
 class Span:
-    """The query tiles of a block of keys, which walks them from the last to the first (turns.py).
+    """The query tiles of a block of keys, which walks them from the last to the first, or the other way (turns.py).
 
     Args:
         begin, end: all tiles; none if end <= begin.
@@ -160,15 +161,18 @@ def query_span(band, key_first, rules):
 
 
 @jit
-def tile_at(span, i):
+def tile_at(span, i, rules):
     """Returns the i-th tile that is walked."""
-    return span.end - 1 - i
+    if rules.ASCENDS:
+        return span.begin + i
+    else:
+        return span.end - 1 - i
 
 
 @jit
-def is_cut(span, i):
+def is_cut(span, i, rules):
     """Returns whether the i-th tile that is walked needs a mask."""
-    tile = tile_at(span, i)
+    tile = tile_at(span, i, rules)
     return (tile < span.whole_begin) | (tile >= span.whole_end)
 
 
@@ -221,14 +225,16 @@ def visible(x, band, row_first, key_first, KEYS_FIRST: gl.constexpr, rules):
 @jit
 def work_on_keys(schedule: KeySchedule, offsets: KeyGradients, t, rules):
     """Returns tile t of the schedule as a block of keys of one split of a kv head: `work.head` is the kv head times the
-    splits, plus the split. The blocks of a head come in the order of their keys: under a causal mask the longest first,
-    and as turns.py requires.
+    splits, plus the split. The blocks of a head come in the order that turns.py requires: in that of their keys, which
+    under a causal mask is the longest first, or from the last keys to the first.
 
     Args:
         schedule, offsets: their fields of queries are those of keys.
     """
     work = scheduler.tile_of(schedule, offsets, t, rules.BLOCK_N, True, rules.IS_VARLEN)
-    tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - work.tile  # the schedule begins with the last
+    tile = work.tile
+    if not rules.ASCENDS:
+        tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - tile  # the schedule begins with the last
     return scheduler.Work(
         tile, work.batch, work.head, work.k_begin, work.seqlen_k, work.q_begin, work.seqlen_q
     )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import flash_bwd, reasons, rules
+from warpwave.kernels import arguments, flash_bwd, reasons, rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule
@@ -382,6 +382,11 @@ def steps_of_sums(summands: int, blocks: int, config: Config) -> float:
 def divides_steps(problem: AttentionProblem, config: Config) -> bool:
     """Returns whether blocks that run in an incomplete wave are divided by their steps (`divided_tail`)."""
     return config.is_joint and not (problem.packed or problem.has_band or problem.mask_shape is not None)
+
+
+def ascends(problem: AttentionProblem) -> bool:
+    """Returns whether blocks of the joint launch walk their queries from the first tile to the last (turns.py)."""
+    return problem.deterministic and problem.mask_shape is None and arguments.band_constants(problem)["HAS_HIGH"]
 
 
 def group_splits(problem: AttentionProblem, config: Config) -> int:

@@ -155,7 +155,7 @@ def sum_values(tiles, work, n, results, mask: Mask, heads, rules):
         bias = bias_of(tiles.bias, bias_tile, work, head, row_first, key_first, True, rules.BLOCK_M, rules)
         p, cap = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, bias, True, False, rules)
         if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
-            if is_cut(span, place):
+            if is_cut(span, place, rules):
                 p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
         of_this_head = of_head(rules.dropout, dropout_key, work.batch, head)
         p = signed(p, row_first, key_first, True, with_fields(rules, dropout=of_this_head))

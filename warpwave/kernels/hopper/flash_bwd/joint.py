@@ -169,7 +169,7 @@ def adder(
                     head, row_first = listed_step(walk, i, work, heads, rules)
                     tile = gl.maximum(row_first - band.q_begin, 0) // rules.BLOCK_M
                 else:
-                    head, tile = place_of_step(first_step + i, first_head, members, span, True)
+                    head, tile = place_of_step(first_step + i, first_head, members, span, True, rules)
                 place = (batch * heads.num_heads + head) * tiles_of_head + first + tile
                 line = place * ALL_LINES
                 rank = rank_of(turns, work.tile, tile, walk, i, band, rules)
@@ -319,9 +319,12 @@ def walk_band(
                 cut, GROUP, seqlen_q, seqlen_k, rules,
             )  # fmt: skip
     else:
-        # Cut tiles at the end of the queries and whole tiles, then cut tiles at their beginning.
+        # Cut tiles, whole tiles, then cut tiles at the other end of the queries.
         behind = (span.end - span.whole_end) * g
         upto = (span.end - span.whole_begin) * g
+        if rules.ASCENDS:
+            behind = (span.whole_begin - span.begin) * g
+            upto = (span.whole_end - span.begin) * g
         count = steps * g
         if has_parts(results.dk_ptr, tiles.keys, rules):
             first, end = scheduler.steps_of_part(tiles.box, messages)
@@ -359,7 +362,10 @@ def walk_tile(
     rules_of_head = with_fields(rules, dropout=of_head(rules.dropout, dropout_key, work.batch, head))
     dk, dv = step(dk, dv, tiles, n, work, head, row_first, key_first, slope, 0, band, GROUP, cut, rules_of_head)
     h += 1
-    row_first = gl.where(h == g, row_first - rules.BLOCK_M, row_first)
+    following = row_first - rules.BLOCK_M
+    if rules.ASCENDS:
+        following = row_first + rules.BLOCK_M
+    row_first = gl.where(h == g, following, row_first)
     return dk, dv, row_first, gl.where(h == g, 0, h)
 
 

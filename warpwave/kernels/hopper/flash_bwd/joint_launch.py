@@ -15,6 +15,7 @@ from warpwave.kernels.hopper.flash_bwd import joint, joint_steps, launches, rows
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     Config,
+    ascends,
     divided_tail,
     dq_columns,
     dq_shares,
@@ -124,6 +125,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "PIECES_V": pieces_v,
             "DQ_SHARES": dq_shares(problem, config),
             **launches.constants_of(problem, group_splits(problem, config)),
+            "ASCENDS": ascends(problem),
             "BIAS": kind,
             "IS_DETERMINISTIC": problem.deterministic,
         },

@@ -308,6 +308,7 @@ def constants_of(problem: AttentionProblem, splits: int = 1) -> dict[str, Any]:
         "HAS_SOFTCAP": features["HAS_SOFTCAP"],
         "IS_VARLEN": problem.packed,
         "IS_UNEVEN": problem.num_heads_q % (problem.num_heads_kv * splits) > 0,
+        "ASCENDS": False,
         "HAS_MASK": problem.mask_shape is not None,
         "MASK_PER_STEP": mask_per_step(problem),
     }

@@ -73,7 +73,7 @@ def producer(
                     head, row_first = listed_step(walk, i, work, heads, rules)
                     down = row_first - band.q_begin
                 else:
-                    head, tile = place_of_step(first_step + i, first_head, members, span, TILES_FIRST)
+                    head, tile = place_of_step(first_step + i, first_head, members, span, TILES_FIRST, rules)
                     down = tile * rules.BLOCK_M
                 line = [batch * heads.num_heads + head, statistic + down]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row + down, line)

@@ -132,7 +132,7 @@ def producer(maps, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_
             statistic = first_statistic(work, ROWS, rules)
             first_head, members = heads_of(work, heads)
             for i in range(count * members):
-                head, tile = place_of_step(i, first_head, members, span, False)
+                head, tile = place_of_step(i, first_head, members, span, False, rules)
                 row = statistic + tile * ROWS
                 line = [batch * heads.num_heads + head, row]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row, line)
@@ -160,7 +160,7 @@ def units_at(given, work, head, span, place, heads, rules):
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
-    row = first_statistic(work, ROWS, rules) + tile_at(span, place) * ROWS
+    row = first_statistic(work, ROWS, rules) + tile_at(span, place, rules) * ROWS
     return units_of(given.units_ptr, batch, head, row, heads.num_heads, heads.rows)
 
 
@@ -187,7 +187,7 @@ def sum_values(tiles, work, n, given, heads, rules):
         x = scores_of_parts(tiles.keys, 0, tiles.queries.ring, n)
         lse = statistics_of(tiles.queries, n, 0, ROWS, across)
         p, _ = probabilities(x, lse[None, :], band, row_first, key_first, slope, none, none, True, False, of_tile)
-        if is_cut(span, place):
+        if is_cut(span, place, rules):
             p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
         of_this_head = of_head(rules.dropout, dropout_key, work.batch, head)
         p = signed(p, row_first, key_first, True, with_fields(rules, dropout=of_this_head))

@@ -173,11 +173,11 @@ def zero_keys_before(pieces, tile, key_first, band, rules):
 @jit
 def row_of(span, place, band, rules):
     """Returns the first query of the place-th tile of a span."""
-    return band.q_begin + tile_at(span, place) * rules.BLOCK_M
+    return band.q_begin + tile_at(span, place, rules) * rules.BLOCK_M
 
 
 @jit
-def place_of_step(i, first_head, count, span, TILES_FIRST: gl.constexpr):
+def place_of_step(i, first_head, count, span, TILES_FIRST: gl.constexpr, rules):
     """Returns the query head and the tile of queries of the i-th step of a block with `count` query heads (`heads_of`).
 
     With TILES_FIRST all heads of a group come at a tile before the next tile, as the joint launch needs it: otherwise a
@@ -186,11 +186,11 @@ def place_of_step(i, first_head, count, span, TILES_FIRST: gl.constexpr):
     """
     if TILES_FIRST:
         h = i % count
-        tile = tile_at(span, i // count)
+        tile = tile_at(span, i // count, rules)
     else:
         tiles = span.end - span.begin
         h = i // tiles
-        tile = tile_at(span, i % tiles)
+        tile = tile_at(span, i % tiles, rules)
     return first_head + h, tile
 
 

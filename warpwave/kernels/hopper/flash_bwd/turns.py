@@ -40,6 +40,9 @@ def rank_of(turns, block, tile, walk, i, band, rules):
     adds nothing."""
     if rules.HAS_MASK:
         rank = rank_listed(walk, i)
+    elif rules.ASCENDS:
+        last_key = gl.minimum(band.q_begin + (tile + 1) * rules.BLOCK_M - 1 + band.high, band.k_end - 1)
+        rank = (last_key - band.k_begin) // rules.BLOCK_N - block
     else:
         rank = block
         if rules.HAS_LOW:
