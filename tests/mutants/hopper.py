@@ -98,6 +98,17 @@ HOPPER_MASKS = [
 QUANTIZED_ON_CPU = "../kernels/hopper/test_flash_fwd_quantized_on_cpu.py::"
 HOPPER_QUANTIZED = [
     Mutant(
+        "Hopper, factors of blocks: room for as many as tiles in flight", "kernels/hopper/factors.py",
+        "[2 * (STAGES + 1), 1]", "[2 * STAGES, 1]",
+        f"{QUANTIZED_ON_CPU}test_configs", "dims3", "gates fail",
+    ),
+    Mutant(
+        "Hopper, factors of blocks of values: those of keys", "kernels/hopper/factors.py",
+        "of_v = factor_at(rules.factors.of_v, work, kv_head, key - work.k_begin)",
+        "of_v = factor_at(rules.factors.of_k, work, kv_head, key - work.k_begin)",
+        f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "int8 and values and 64", "gates fail",
+    ),
+    Mutant(
         "int8 on Hopper: the factor of the first block for all queries", "kernels/hopper/factors.py",
         "(row // of_q.BLOCK)", "(row * 0)",
         f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "sinks", "gates fail",
@@ -283,7 +294,7 @@ HOPPER_PAGES = [
     ),
     Mutant(
         "Hopper, factors of tokens: those of the tile before", "kernels/hopper/factors.py",
-        "        return n\n", "        return n - 1\n",
+        "return rules_with_tokens(n, rules)", "return rules_with_tokens(n - 1, rules)",
         EIGHT_BITS_ON_CPU, "full and token and bfloat16", "gates fail",
     ),
 ]  # fmt: skip

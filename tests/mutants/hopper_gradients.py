@@ -99,6 +99,22 @@ HOPPER_BACKWARD = [
         "False", "assert [0, 0",
     ),
     Mutant(
+        "gradients on Hopper: blocks of the last keys add in the order of keys", "kernels/hopper/flash_bwd/turns.py",
+        "rank = (last_key - band.k_begin) // rules.BLOCK_N - block", "rank = block + 0 * last_key",
+        "../kernels/hopper/test_turns.py::test_blocks_that_walk_a_tile_of_queries_have_its_turns_in_their_order",
+        "True", "assert",
+    ),
+    Mutant(
+        "gradients on Hopper: blocks of the first keys come before those for which they wait", BAND,
+        "if not rules.ASCENDS:\n        tile = gl.cdiv", "if True:\n        tile = gl.cdiv",
+        BACKWARD_ON_CPU, "causal and 128 and True", "waits for a block that was not taken before",
+    ),
+    Mutant(
+        "gradients on Hopper: positions of queries before those that were loaded", JOINT,
+        "following = row_first + rules.BLOCK_M", "following = row_first + 0",
+        BACKWARD_ON_CPU, "causal and 128 and True", "FAIL B1 maximum of d",
+    ),
+    Mutant(
         "gradients on Hopper: nothing arrives at the log-sum-exp", ROWS,
         "delta -= sums", "delta -= 0.0 * sums",
         BACKWARD_ON_CPU, "causal and 128", "FAIL B1 maximum of dq",
@@ -125,8 +141,8 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: dq added to another tile than it is of", JOINT,
-        "head, tile = place_of_step(first_step + i, first_head, members, span, True)",
-        "head, tile = place_of_step(first_step + i, first_head, members, span, True); "
+        "head, tile = place_of_step(first_step + i, first_head, members, span, True, rules)",
+        "head, tile = place_of_step(first_step + i, first_head, members, span, True, rules); "
         "tile = span.begin + (first_step + i) // members",
         BACKWARD_ON_CPU, "full and 128", "FAIL B1 maximum of dq",
     ),
@@ -142,8 +158,8 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: the last keys first, which wait for others", BAND,
-        "tile = gl.cdiv(work.seqlen_q, rules.BLOCK_N) - 1 - work.tile", "tile = work.tile",
-        BACKWARD_ON_CPU, "causal and 128", "waits for a block that was not taken before",
+        "if not rules.ASCENDS:\n        tile = gl.cdiv", "if False:\n        tile = gl.cdiv",
+        BACKWARD_ON_CPU, "causal and 128 and False", "waits for a block that was not taken before",
     ),
     Mutant(
         "gradients on Hopper: dq into the other group's buffer", JOINT_STEPS,
@@ -208,8 +224,8 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: a group's first head in place of each", "kernels/hopper/flash_bwd/producer.py",
-        "head, tile = place_of_step(first_step + i, first_head, members, span, TILES_FIRST)",
-        "head, tile = place_of_step(first_step + i, first_head, members, span, TILES_FIRST); "
+        "head, tile = place_of_step(first_step + i, first_head, members, span, TILES_FIRST, rules)",
+        "head, tile = place_of_step(first_step + i, first_head, members, span, TILES_FIRST, rules); "
         "head = first_head",
         BACKWARD_ON_CPU, "full and 24", "FAIL B1 maximum of dv",
     ),
@@ -279,8 +295,7 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients on Hopper: positions of the next tile for the next head", JOINT,
-        "row_first = gl.where(h == g, row_first - rules.BLOCK_M, row_first)",
-        "row_first = row_first - rules.BLOCK_M",
+        "row_first = gl.where(h == g, following, row_first)", "row_first = following",
         f"{ON_CPU}test_splits_of_a_group", "causal and 3-1 and 0-float16", "gates fail",
     ),
     Mutant(

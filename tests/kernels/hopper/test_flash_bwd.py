@@ -180,6 +180,34 @@ def test_unequal_splits_of_a_group(
             assert bits(*gradients(call, dout, dlse, i, deterministic=True)[:3]) == bits(*found[:3])
 
 
+@pytest.mark.parametrize(
+    "features",
+    [
+        *({"causal": "bottom_right"}, {"causal": "top_left", "dropout": 0.2}, {"window": (300, 70), "softcap": 15.0}),
+        *({"packed": True, "causal": "bottom_right"}, {"causal": "bottom_right", "bias": "full", "alibi": "heads"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dims", [(24, 24), (64, 64), (80, 80), (128, 128)], ids=str)
+def test_blocks_of_the_last_keys_first(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], features: dict[str, Any]
+) -> None:
+    """More blocks than run at once."""
+    monkeypatch.setattr(flash_bwd_config, "LEAST_WAVES_TO_ASCEND", 1)
+    call = cases.build(
+        replace(PLAIN, dims=dims, lengths=(2100, 2000), heads=(8, 8), batch=2, **features), "normal", DEVICE
+    )
+    config = flash_bwd.configs(call.problem, GPU)[0]
+    assert config.is_joint and flash_bwd_config.ascends(replace(call.problem, deterministic=True), config)
+    dout, dlse = upstream(call)
+    references = backward_references(call.problem, call.operands, dout, dlse)
+    found = gradients(call, dout, dlse, deterministic=True)
+    verdict = judge_backward(call.problem, references, found)
+    assert verdict.passed, str(verdict)
+    for _ in range(100):
+        assert bits(*gradients(call, dout, dlse, deterministic=True)[:3]) == bits(*found[:3])
+
+
 @pytest.mark.parametrize("features", [{}, {"dropout": 0.2}, {"bias": "full"}, {"alibi": "heads"}], ids=str)
 @pytest.mark.parametrize(
     ("dims", "lengths", "heads"),

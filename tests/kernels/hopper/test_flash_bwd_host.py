@@ -20,6 +20,7 @@ from warpwave.kernels.hopper import flash_bwd
 from warpwave.kernels.hopper.flash_bwd import kernel
 from warpwave.kernels.hopper.flash_bwd.config import (
     SMEM_PER_BLOCK,
+    ascends,
     config_of_bias,
     divided_tail,
     group_splits,
@@ -363,6 +364,31 @@ def test_the_argument_orders_sums(card: Card, asked: bool | None) -> None:
     for _ in range(2):
         torch.autograd.grad(warpwave.attention(q, k, v, deterministic=asked).sum(), (q, k, v))
     assert compiled(card)[1:] == BACKWARD and orders(card) == [asked is True]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"deterministic": False}, False),
+        ({"causal": None}, False),
+        ({"causal": None, "window_size": (-1, 5)}, True),
+        ({"batch": 1}, False),  # 8 waves of blocks, not 16
+        ({"num_heads_kv": 66, "batch": 4}, False),
+        ({"head_dim": 136}, False),
+        ({"mask_shape": (1, 1, 1024, 1024)}, False),
+        ({"packed": True, "total_q": 2048, "total_k": 2048}, True),
+    ],
+    ids=str,
+)
+def test_long_calls_take_the_last_keys_first_if_their_sums_have_an_order(
+    change: dict[str, Any], expected: bool
+) -> None:
+    problem = AttentionProblem(
+        batch=2, seqlen_q=1024, seqlen_k=1024, num_heads_q=132, num_heads_kv=132, head_dim=128, head_dim_v=128,
+        dtype="bfloat16", softmax_scale=0.1, causal=Causal(), deterministic=True,
+    )  # fmt: skip
+    assert ascends(replace(problem, **change), flash_bwd.Config(64, 3)) is expected
 
 
 def test_packed_sequences_take_the_argument_as_well(card: Card) -> None:

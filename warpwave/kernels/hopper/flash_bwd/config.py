@@ -43,6 +43,8 @@ PART_GAIN = 1.01  # of a launch; times of equal launches differ as much
 # The most waves of parts, which bounds their workspace whatever the call's lengths: 5 NUM_SMS tiles of 128 keys, 87 MB
 # at head_dim 128. Timed calls have up to 4.6 waves (2026-11-27-h200-parts-of-blocks.json). Not varied.
 MOST_WAVES_OF_PARTS = 5
+# Of blocks that walk their queries from the first tile on (`ascends`). Not varied.
+LEAST_WAVES_TO_ASCEND = 12
 
 
 @dataclass(frozen=True)
@@ -384,9 +386,20 @@ def divides_steps(problem: AttentionProblem, config: Config) -> bool:
     return config.is_joint and not (problem.packed or problem.has_band or problem.mask_shape is not None)
 
 
-def ascends(problem: AttentionProblem) -> bool:
-    """Returns whether blocks of the joint launch walk their queries from the first tile to the last (turns.py)."""
-    return problem.deterministic and problem.mask_shape is None and arguments.band_constants(problem)["HAS_HIGH"]
+def ascends(problem: AttentionProblem, config: Config) -> bool:
+    """Returns whether blocks of the joint launch walk their queries from the first tile to the last, those of the last
+    keys first, so that none waits for its turn (turns.py).
+
+    The longest blocks then come last, and leave multiprocessors idle at the end for half of their time in the mean.
+    With grouped heads they are g times as long, and turns cost little, because a block adds to another head's sums
+    before it adds to the next tile's. Timed were calls of 15 to 31 waves, one of two, and grouped ones
+    (2026-11-30-h200-deterministic-direction.json).
+    """
+    if not problem.deterministic or problem.mask_shape is not None or is_broad(problem):
+        return False
+    has_groups = problem.num_heads_q > problem.num_heads_kv
+    is_long = key_blocks(problem, config.block_n) >= LEAST_WAVES_TO_ASCEND * NUM_SMS
+    return arguments.band_constants(problem)["HAS_HIGH"] and is_long and not has_groups
 
 
 def group_splits(problem: AttentionProblem, config: Config) -> int:

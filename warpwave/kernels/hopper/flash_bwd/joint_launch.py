@@ -125,7 +125,7 @@ def _gradients(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Co
             "PIECES_V": pieces_v,
             "DQ_SHARES": dq_shares(problem, config),
             **launches.constants_of(problem, group_splits(problem, config)),
-            "ASCENDS": ascends(problem),
+            "ASCENDS": ascends(problem, config),
             "BIAS": kind,
             "IS_DETERMINISTIC": problem.deterministic,
         },

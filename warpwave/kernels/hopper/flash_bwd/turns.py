@@ -1,7 +1,7 @@
 """The order in which blocks of keys add to dQ of a tile of queries.
 
-The block of the first visible keys stores its share, so that the sums need not be zeroed, and the others add theirs to
-it. Each tile of a head has a count in memory. A block waits until the count is its rank:
+The first block that comes stores its share, so that the sums need not be zeroed, and the others add theirs to it. Each
+tile of a head has a count in memory. A block waits until the count is its rank:
 
 - Deterministic: the rank is the number of blocks before it that see the tile, and each block raises the count by one.
   The order of the sums, and with it their bits, is the same in every run.
@@ -11,11 +11,16 @@ it. Each tile of a head has a count in memory. A block waits until the count is 
 Under a mask, the ranks are listed with the steps (prepass/mask_steps.py). A block that shows nothing has rank -1 and
 adds nothing. The sums of a tile whose count is still 0 at the end are read as zeros.
 
-Nothing waits for ever, because a block waits only for blocks of earlier keys, which running programs took before
-(`band.work_on_keys`, `scheduler.draw_in_order`). All blocks walk their queries from the last tile to the first, and all
-heads of a tile before the next tile. Under a causal mask, a block of later keys sees fewer tiles than one of earlier
-keys, but begins at the same tile, so it seldom gets ahead of the first block. With a window it begins at the same or a
-later tile. Parts of blocks (`config.divided_tail`) begin where the same parts of other blocks begin.
+Nothing waits for ever, because a block waits only for blocks that running programs took before (`band.work_on_keys`,
+`scheduler.draw_in_order`). All blocks walk all heads of a tile before the next tile, in one of two directions:
+
+- The blocks of the first keys come first, and walk their queries from the last tile to the first. Under a causal mask,
+  a block of later keys sees fewer tiles than one of earlier keys, but begins at the same tile, so it seldom gets ahead
+  of the first block. With a window it begins at the same or a later tile. Parts of blocks (`config.divided_tail`) begin
+  where the same parts of other blocks begin. In order, each of the blocks that begin together waits for the one before.
+- In order, without groups and in long calls (`config.ascends`): the blocks of the last keys come first, and walk their
+  queries from the first tile that they see to the last. Each begins where no other block of its head is, behind those
+  that came before, and does not wait. The longest blocks come last.
 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """
