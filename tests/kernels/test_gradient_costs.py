@@ -259,3 +259,20 @@ def test_splits_of_a_group_have_all_of_its_heads(splits: int) -> None:
     assert sum(steps) == walked[0] == walk_by_keys(replace(call, num_heads_kv=1), 64, 128)[0]
     assert max(steps) == walked[1] == -(-7 // splits) * 16
     assert len(steps) == 2 * 8 * splits
+
+
+def test_blocks_of_the_last_keys_first_end_with_the_longest() -> None:
+    call = AttentionProblem(
+        batch=2, seqlen_q=1024, seqlen_k=1024, num_heads_q=132, num_heads_kv=132, head_dim=128, head_dim_v=128,
+        dtype="bfloat16", softmax_scale=0.1, causal=Causal(), deterministic=True,
+    )  # fmt: skip
+    config = hopper_flash_bwd.Config(64, 3)
+    orders = [
+        [part.order for part in hopper_flash_bwd.cost(one, H200, config).parts if part.order]
+        for one in (call, replace(call, deterministic=False), replace(call, batch=1))
+    ]
+    assert orders[1:] == [[], []], "the longest first"
+    ((of_items,),) = orders[:1]
+    for lengths, times in of_items:
+        assert times == 1 and len(lengths) == 8 * 132 and list(lengths) == sorted(lengths)
+    assert len(of_items) == 2

@@ -115,7 +115,7 @@ HOPPER_QUANTIZED = [
     ),
     Mutant(
         "int8 on Hopper: tiles of keys with two factors", "kernels/hopper/flash_fwd/kernel.py",
-        "= K_BLOCK > 0 or V_BLOCK > 0 or", "=",
+        "= has_blocks or pages.PAGE_SIZE > 0", "= pages.PAGE_SIZE > 0",
         f"{QUANTIZED_ON_CPU}test_the_protocol_on_a_cpu", "far", "gates fail",
     ),
     Mutant(
@@ -239,7 +239,7 @@ HOPPER_PAGES = [
     ),
     Mutant(
         "Hopper: tiles that begin inside a page", "kernels/hopper/flash_fwd/kernel.py",
-        "V_BLOCK > 0 or pages.PAGE_SIZE > 0", "V_BLOCK > 0",
+        "= has_blocks or pages.PAGE_SIZE > 0", "= has_blocks",
         PAGES_ON_CPU, "window and 16", "gates fail",
     ),
     Mutant(

@@ -110,6 +110,12 @@ HOPPER_BACKWARD = [
         BACKWARD_ON_CPU, "causal and 128 and True", "waits for a block that was not taken before",
     ),
     Mutant(
+        "gradients on Hopper: no call takes the last keys first", "kernels/hopper/flash_bwd/joint_launch.py",
+        '"ASCENDS": ascends(problem, config)', '"ASCENDS": False',
+        "../kernels/hopper/test_flash_bwd_host.py::test_a_call_of_twelve_waves_walks_from_the_first_tile_on",
+        "True", "assert False is True",
+    ),
+    Mutant(
         "gradients on Hopper: positions of queries before those that were loaded", JOINT,
         "following = row_first + rules.BLOCK_M", "following = row_first + 0",
         BACKWARD_ON_CPU, "causal and 128 and True", "FAIL B1 maximum of d",

@@ -227,6 +227,8 @@ class Language(types.SimpleNamespace):
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
         offsets = torch.as_tensor(pointer.offsets)
         mask = torch.broadcast_to(torch.as_tensor(True if mask is None else mask), offsets.shape)
+        if not pointer.memory.numel():
+            return torch.full(offsets.shape, other, dtype=pointer.memory.dtype)
         return torch.where(mask, pointer.memory[torch.where(mask, offsets, 0)], other)
 
     def store(self, pointer: Pointer, value: Tensor, mask: Tensor) -> None:
@@ -512,7 +514,10 @@ def run_launch(
     for tensor in spec.tensors:
         if isinstance(tensor, Mapped):
             plan = tensor.plan
-            given.append(Map(tensor.base.as_strided(plan.shape, plan.strides), list(plan.block)))
+            base = tensor.base
+            if not base.numel():  # a map has one row at least
+                base = base.new_zeros(1 + sum((n - 1) * m for n, m in zip(plan.shape, plan.strides, strict=True)))
+            given.append(Map(base.as_strided(plan.shape, plan.strides), list(plan.block)))
         else:
             if tensor is not None and tensor.device.type == "meta":  # the tile counter
                 tensor = counter

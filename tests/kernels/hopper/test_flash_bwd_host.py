@@ -373,6 +373,8 @@ def test_the_argument_orders_sums(card: Card, asked: bool | None) -> None:
         ({"deterministic": False}, False),
         ({"causal": None}, False),
         ({"causal": None, "window_size": (-1, 5)}, True),
+        ({"causal": None, "window_size": (-1, 128)}, False),  # several blocks begin at the first tile
+        ({"seqlen_k": 2048}, False),
         ({"batch": 1}, False),  # 8 waves of blocks, not 16
         ({"num_heads_kv": 66, "batch": 4}, False),
         ({"head_dim": 136}, False),
@@ -389,6 +391,15 @@ def test_long_calls_take_the_last_keys_first_if_their_sums_have_an_order(
         dtype="bfloat16", softmax_scale=0.1, causal=Causal(), deterministic=True,
     )  # fmt: skip
     assert ascends(replace(problem, **change), flash_bwd.Config(64, 3)) is expected
+
+
+@pytest.mark.parametrize(("seqlen", "expected"), [(25_344, True), (25_216, False)])
+def test_a_call_of_twelve_waves_walks_from_the_first_tile_on(card: Card, seqlen: int, expected: bool) -> None:
+    q, k, v = inputs(seqlen)
+    out = warpwave.attention(q, k, v, causal=True, deterministic=True)
+    torch.autograd.grad(out, (q, k, v), torch.ones(()).expand(out.shape).to(out.dtype))
+    (joint,) = (spec for spec in card.compiled if spec.kernel.__name__ == "joint_kernel")
+    assert joint.constants["ASCENDS"] is expected
 
 
 def test_packed_sequences_take_the_argument_as_well(card: Card) -> None:

@@ -92,6 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float8, bias": {"dtype": "float8_e4m3fn:float8_e4m3fn:head", "bias": "full", "dims": (128, 64)},
     "float8, 16-bit values": {"dtype": "float8_e4m3fn:bfloat16:128", "causal": "bottom_right", "dims": (128, 128)},
     "float8, no keys": {"dtype": "float8_e4m3fn:float8_e4m3fn:head", "lengths": (70, 0)},
+    "int8, no keys, blocks": {"dtype": "int8:int8:64", "lengths": (70, 0)},
 }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class Factors:
 
 @constexpr_function
 def has_factors(factors):
-    """Returns whether scores have factors; `factors` is a `Factors`, or other factors, or () for none."""
+    """Returns whether heads or blocks of tokens have factors; `factors` is a `Factors`, a `TokenFactors`, or ()."""
     return is_a(factors, "of_q")
 
 

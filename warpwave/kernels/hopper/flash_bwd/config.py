@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from warpwave import precision
 from warpwave.gpu import Gpu
-from warpwave.kernels import arguments, flash_bwd, reasons, rules
+from warpwave.kernels import flash_bwd, reasons, rules
 from warpwave.kernels.hopper.host import NUM_SMS, bias_bytes, pieces
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.kernels.rules import Rule
@@ -390,16 +390,18 @@ def ascends(problem: AttentionProblem, config: Config) -> bool:
     """Returns whether blocks of the joint launch walk their queries from the first tile to the last, those of the last
     keys first, so that none waits for its turn (turns.py).
 
-    The longest blocks then come last, and leave multiprocessors idle at the end for half of their time in the mean.
-    With grouped heads they are g times as long, and turns cost little, because a block adds to another head's sums
-    before it adds to the next tile's. Timed were calls of 15 to 31 waves, one of two, and grouped ones
+    One or two blocks may see the first tile; if more do, they begin together, and wait. Under a causal mask the longest
+    blocks then come last, and leave multiprocessors idle at the end for half of their time in the mean. With grouped
+    heads they are g times as long, and turns cost little, because a block adds to another head's sums before it adds to
+    the next tile's. Timed were calls of 15 to 31 waves, one of two, and grouped ones
     (2026-11-30-h200-deterministic-direction.json).
     """
     if not problem.deterministic or problem.mask_shape is not None or is_broad(problem):
         return False
+    high = problem.band(problem.seqlen_q, problem.seqlen_k).high
     has_groups = problem.num_heads_q > problem.num_heads_kv
     is_long = key_blocks(problem, config.block_n) >= LEAST_WAVES_TO_ASCEND * NUM_SMS
-    return arguments.band_constants(problem)["HAS_HIGH"] and is_long and not has_groups
+    return high is not None and high < config.block_n and is_long and not has_groups
 
 
 def group_splits(problem: AttentionProblem, config: Config) -> int:

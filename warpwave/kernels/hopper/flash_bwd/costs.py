@@ -13,6 +13,7 @@ from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows, 
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
     Config,
+    ascends,
     divided_tail,
     dq_columns,
     group_splits,
@@ -178,7 +179,7 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
     blocks are drawn as blocks are, and what they write is in the workspace."""
     columns = dq_columns(problem, config)
     columns_k, columns_v = map(sum, product_pieces(problem))
-    walk = _walk_of_keys(_without_mask(problem), config, (columns_k, columns_v))
+    walk = _walk_of_keys(_without_mask(problem), config, (columns_k, columns_v), ascends(problem, config))
     scores = walk.steps * config.block_m * config.block_n
     walk, tail = _with_words(walk, problem, scores), _tail(problem, config)
     drawn = replace(walk, blocks=walk.blocks - tail.blocks + tail.parts)
@@ -199,11 +200,17 @@ def _joint(problem: AttentionProblem, gpu: Gpu, config: Config, sums: int) -> Co
     )
 
 
-def _walk_of_keys(problem: AttentionProblem, config: Config, columns: tuple[int, int]) -> Cost:
+def _walk_of_keys(
+    problem: AttentionProblem, config: Config, columns: tuple[int, int], last_first: bool = False
+) -> Cost:
+    """Returns the cost of blocks that own keys, those of a head from the first keys to the last or the other way."""
     walk = of_keys(problem, config.block_m, config.block_n, columns)
-    if not problem.packed:  # under a mask the longest come first
+    if not (problem.packed or last_first):  # under a mask the longest come first
         return walk
-    return replace(walk, order=launch_order_by_keys(problem, config.block_m, config.block_n, all_heads=True))
+    order = launch_order_by_keys(problem, config.block_m, config.block_n, all_heads=True)
+    if last_first:
+        order = tuple((lengths[::-1], times) for lengths, times in order)
+    return replace(walk, order=order)
 
 
 def _of_keys(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

@@ -181,8 +181,9 @@ def place_of_step(i, first_head, count, span, TILES_FIRST: gl.constexpr, rules):
     """Returns the query head and the tile of queries of the i-th step of a block with `count` query heads (`heads_of`).
 
     With TILES_FIRST all heads of a group come at a tile before the next tile, as the joint launch needs it: otherwise a
-    block that sees fewer tiles than the first block would get ahead of it, and wait at each head until that block
-    stores (turns.py). In the other launches of keys nothing waits, and the orders were not timed.
+    block that sees fewer tiles than the first block, and walks to the first tile, would get ahead of it, and wait at
+    each head until that block stores (turns.py). In the other launches of keys nothing waits, and the orders were not
+    timed.
     """
     if TILES_FIRST:
         h = i % count

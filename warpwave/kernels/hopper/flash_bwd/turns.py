@@ -1,6 +1,6 @@
 """The order in which blocks of keys add to dQ of a tile of queries.
 
-The first block that comes stores its share, so that the sums need not be zeroed, and the others add theirs to it. Each
+The first block in order stores its share, so that the sums need not be zeroed, and the others add theirs to it. Each
 tile of a head has a count in memory. A block waits until the count is its rank:
 
 - Deterministic: the rank is the number of blocks before it that see the tile, and each block raises the count by one.
@@ -18,9 +18,9 @@ Nothing waits for ever, because a block waits only for blocks that running progr
   a block of later keys sees fewer tiles than one of earlier keys, but begins at the same tile, so it seldom gets ahead
   of the first block. With a window it begins at the same or a later tile. Parts of blocks (`config.divided_tail`) begin
   where the same parts of other blocks begin. In order, each of the blocks that begin together waits for the one before.
-- In order, without groups and in long calls (`config.ascends`): the blocks of the last keys come first, and walk their
-  queries from the first tile that they see to the last. Each begins where no other block of its head is, behind those
-  that came before, and does not wait. The longest blocks come last.
+- In order, in long causal calls without groups (`config.ascends`): the blocks of the last keys come first, and walk
+  their queries from the first tile that they see to the last. Each begins where no other block of its head is, behind
+  those that came before, so it does not wait. The longest blocks come last.
 
 FlashAttention orders its sums so too, by semaphores (`deterministic`).
 """

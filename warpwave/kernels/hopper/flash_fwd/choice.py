@@ -462,14 +462,15 @@ RULES_OF_QUANTIZED: tuple[Rule[Config], ...] = (
         lambda c: c.width > 64 and c.is_plain and c.suits_192 and not (c.problem.descale_blocks or (0, 0, 0))[2],
         (Config(192, 64, 3),),
         "at head_dim 128 0.99 to 1.16 times as fast as 128 x 128 in 24 calls with factors of heads, 0.99 to 1.07 in 12 "
-        "with factors of blocks of k; with those of v 0.89 to 1.01",
+        "with factors of blocks of k; with those of v 0.89 to 1.01 when consumers read them from memory",
         QUANTIZED_TILES,
     ),
     Rule(
         "quantized, head_dim 65 to 128",
         lambda c: c.width > 64,
         (Config(128, 128, 2), Config(128, 64, 3)),
-        "with factors of blocks of v 0.99 to 1.12 times as fast as 192 x 64; other calls were not measured",
+        "with factors of blocks of v 0.99 to 1.12 times as fast as 192 x 64 when consumers read them from memory, 0.98 "
+        "to 1.01 at 1 x 16384 since then (2026-11-30-h200-tiles-of-blocks.json); other calls were not measured",
         QUANTIZED_TILES,
     ),
     Rule(

@@ -112,6 +112,7 @@ def hopper_flash_fwd_kernel(
     out_maps = k_maps  # unused: in float32 out is stored from registers
     if call_options.HEAD_DIM_V == 0:
         out_maps = present(out_map, out_map_2, out_map_3)
+    has_blocks: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0
     factors = ()
     if TOKEN_FACTORS:
         factors = token_factors(
@@ -127,10 +128,10 @@ def hopper_flash_fwd_kernel(
         if q_descale_ptr is not None:
             of_q = OfTensor(q_descale_ptr, q_descale_strides, Q_BLOCK)
         of_tiles = ()
-        if K_BLOCK > 0 or V_BLOCK > 0:
+        if has_blocks:
             of_tiles = tile_factors(STAGES)
         factors = Factors(of_q, of_k, of_v, schedule.group_size, of_tiles, ())
-    aligns_keys: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0 or pages.PAGE_SIZE > 0
+    aligns_keys: gl.constexpr = has_blocks or pages.PAGE_SIZE > 0
     narrows_queries: gl.constexpr = NARROW_STAGES > 0 and q_maps[0].dtype == gl.bfloat16
     raises: gl.constexpr = narrows_queries or TOKEN_FACTORS
     rules = Rules(call_options, aligns_keys, narrows_queries, raises, of_call(dropout), factors)
