@@ -60,10 +60,10 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
         workspace += sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
     if not config.is_joint:
-        walk = _of_splits_of(problem, divided, _of_keys(divided, gpu, config))
+        walk = _storing_splits(problem, divided, _of_keys(divided, gpu, config))
         return in_turn((*zeros, first, walk, _of_queries(problem, gpu, config), *ends), workspace)
     finish = of_rows(tiles, sums, rows * size * problem.head_dim, sums, 128)
-    walk = _of_splits_of(problem, divided, _joint(divided, gpu, config, sums))
+    walk = _storing_splits(problem, divided, _joint(divided, gpu, config, sums))
     return in_turn((*zeros, first, walk, finish, *ends), workspace)
 
 
@@ -83,7 +83,7 @@ def _of_splits(problem: AttentionProblem, config: Config) -> tuple[AttentionProb
     return divided, read, (of_rows(2 * -(-keys_of(problem) // sum_splits.BLOCK), read, added, read, 128),)
 
 
-def _of_splits_of(problem: AttentionProblem, divided: AttentionProblem, walk: Cost) -> Cost:
+def _storing_splits(problem: AttentionProblem, divided: AttentionProblem, walk: Cost) -> Cost:
     """Returns the cost of a walk by keys of the problem that `_of_splits` returns: dK and dV of splits are float32, and
     the launch that adds them up reads them."""
     if divided is problem:

@@ -295,11 +295,12 @@ def mask_per_step(problem: AttentionProblem) -> bool:
     return queries > 1 or problem.has_band or (heads > 1 and problem.num_heads_q > problem.num_heads_kv)
 
 
-def constants_of(problem: AttentionProblem, splits: int = 1) -> dict[str, Any]:
+def constants_of(problem: AttentionProblem, splits: int = 1, ascends: bool = False) -> dict[str, Any]:
     """Returns the compile-time options of a call that hold for every launch over scores.
 
     Args:
         splits: blocks that divide the query heads of a tile of keys, in a launch that owns keys.
+        ascends: `config.ascends`, in the joint launch.
     """
     features = arguments.feature_constants(problem)
     return {
@@ -308,7 +309,7 @@ def constants_of(problem: AttentionProblem, splits: int = 1) -> dict[str, Any]:
         "HAS_SOFTCAP": features["HAS_SOFTCAP"],
         "IS_VARLEN": problem.packed,
         "IS_UNEVEN": problem.num_heads_q % (problem.num_heads_kv * splits) > 0,
-        "ASCENDS": False,
+        "ASCENDS": ascends,
         "HAS_MASK": problem.mask_shape is not None,
         "MASK_PER_STEP": mask_per_step(problem),
     }
