@@ -31,6 +31,7 @@ CONFIGS = {
     "more than tiles": replace(THREE, num_splits=40),
 }
 LONG = ((3, 700), (3, 0), (3, 1029), (3, 64), (3, 2))
+MORE = ((8, 700), (8, 0), (8, 1029), (8, 64), (8, 5))
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"lengths": ((1, 700), (1, 0), (1, 2048), (1, 65))},
     "causal": {"lengths": LONG, "causal": "bottom_right", "sinks": True},
@@ -40,8 +41,16 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 15.0, "heads": (16, 1), "dims": (96, 96)},
     "a large group": {"heads": (5, 1), "lengths": LONG, "dims": (128, 64)},
     "wide": {"dims": (256, 256), "heads": (4, 4), "lengths": ((2, 700), (2, 33))},
+    "32-rows": {"lengths": MORE, "heads": (8, 2), "causal": "bottom_right", "sinks": True, "dims": (128, 128)},
+    "17-rows": {"heads": (17, 1), "window": (300, 0), "dims": (72, 40), "dtype": "bfloat16", "softcap": 15.0},
+    "24-rows": {"lengths": MORE, "heads": (6, 2), "window": (70, 3), "softcap": 15.0, "sinks": True},
     "192 and 128": {"dims": (192, 128), "lengths": ((1, 500), (1, 129)), "lse": False},
 }
+
+
+def config_of(name: str, rows: int) -> split_kv.Config:
+    """Returns a config whose blocks hold `rows` queries of all heads of a kv head."""
+    return replace(CONFIGS[name], block_m=next(most for most in few_rows.ROWS if rows <= most))
 
 
 @pytest.mark.parametrize("data", ["normal", "sharp", "low"])
@@ -54,17 +63,18 @@ def test_pages(page_size: int, name: str, config: str, data: Data) -> None:
     call = paged.build(case, data, DEVICE)
     operands: Any = call.operands
     assert few_rows.takes(call.problem, GPU, operands) or GPU.capability != 90
-    out, lse = paged.run("split_kv", call, config=CONFIGS[config])
+    of_rows = config_of(config, few_rows.rows_of(call.problem))
+    out, lse = paged.run("split_kv", call, config=of_rows)
     verdict = judge_forward(call.problem, forward_references(call.problem, operands), out, lse)
     assert verdict.passed, str(verdict)
     for _ in range(20):
-        again = paged.run("split_kv", call, config=CONFIGS[config])
+        again = paged.run("split_kv", call, config=of_rows)
         assert bits(*again) == bits(out, lse)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("window", [(-1, -1), (200, 0)])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 777), (4, 1024), (2, 130)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 777), (4, 1024), (2, 130), (8, 777)])
 def test_contiguous_keys(seqlen_q: int, seqlen_k: int, window: tuple[int, int], config: str) -> None:
     """Views of a larger tensor, and a layout that no map describes, which goes by pointers."""
     g = torch.Generator(DEVICE).manual_seed(0)
@@ -73,7 +83,7 @@ def test_contiguous_keys(seqlen_q: int, seqlen_k: int, window: tuple[int, int], 
     k, v = together[:, :, 1:3], together[:, :, 4:]
     expected = attention(q.float(), k.float(), v.float(), window_size=window, kernel="eager")
     for values in (v, v.repeat_interleave(2, -1)[..., ::2]):
-        out = attention(q, k, values, window_size=window, kernel="split_kv", config=CONFIGS[config])
+        out = attention(q, k, values, window_size=window, kernel="split_kv", config=config_of(config, 4 * seqlen_q))
         torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
 
 

@@ -189,7 +189,7 @@ def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, 
     "change",
     [
         {"dtype": "float32"}, {"page_size": 1}, {"page_size": 16, "alibi_shape": (32,)},
-        {"page_size": 32, "batch": 16, "seqlen_q": 5}, {"page_size": 16, "head_dim": 36},
+        {"page_size": 32, "batch": 16, "seqlen_q": 9}, {"page_size": 16, "head_dim": 36},
         {"page_size": 16, "batch": 64, "batch_invariant": True},
         {"mask_shape": (1, 1, 1, 8192)}, {"head_dim": 36},
         {"bias_shape": (1, 1, 1, 1)}, {"seqlen_q": 500}, {"window_size": (500, 0)},
@@ -217,17 +217,24 @@ def test_long_keys_of_tiles_that_would_end_late_are_split(batch: int, seqlen_k: 
         ({"batch": 16, "seqlen_k": 4096}, (64, 3, 1)),  # a block for nearly every SM
         ({"batch": 4, "seqlen_k": 4096}, (64, 2, 4)),
         ({"batch": 3}, (64, 2, 5)),
-        ({}, (64, 2, 32)),  # two blocks an SM of few tiles
-        ({"seqlen_k": 65536}, (64, 2, 32)),
+        ({"batch": 10}, (64, 2, 3)),  # one block an SM would leave four in ten idle
+        ({"batch": 6}, (64, 2, 5)),
+        ({"batch": 11, "seqlen_k": 2048}, (64, 2, 1)),  # too few keys to pay for the merge
+        ({}, (64, 2, 33)),  # two blocks an SM of few tiles
+        ({"seqlen_k": 65536}, (64, 2, 33)),
+        ({"seqlen_k": 65536, "num_heads_q": 16, "num_heads_kv": 2}, (64, 2, 64)),
+        ({"seqlen_k": 65536, "num_heads_q": 8, "num_heads_kv": 1}, (64, 2, 128)),  # a single tile
         ({"batch": 12, "seqlen_k": 2048}, (64, 3, 1)),
         ({"batch": 20, "seqlen_k": 1024}, (64, 2, 1)),  # some SMs have two, smaller ones
         ({"batch": 20, "seqlen_k": 8192}, (64, 2, 1)),  # perhaps far fewer keys
         ({"batch": 32, "seqlen_k": 3000}, (64, 3, 1)),
-        ({"seqlen_k": 1024}, (128, 1, 8)),  # shares of one step, or two
+        ({"seqlen_k": 1024}, (128, 1, 8)),  # splits of one step, or two
         ({"seqlen_k": 2048}, (128, 1, 8)),
         ({"batch": 16, "seqlen_k": 4096, "num_heads_kv": 2, "window_size": (100, 0)}, (128, 1, 1)),
         ({"batch": 16, "seqlen_k": 4096, "seqlen_q": 4}, (64, 3, 1)),
-        ({"batch": 4, "seqlen_k": 4096, "head_dim": 64, "head_dim_v": 64}, (64, 4, 4)),
+        ({"batch": 4, "seqlen_k": 4096, "head_dim": 64, "head_dim_v": 64}, (64, 4, 8)),  # two blocks an SM
+        ({"batch": 16, "seqlen_k": 4096, "seqlen_q": 8}, (64, 3, 1)),  # 32 rows
+        ({"batch": 64, "seqlen_k": 2048, "seqlen_q": 5}, (64, 3, 1)),
     ],
 )
 @pytest.mark.parametrize("page_size", [16, 32])

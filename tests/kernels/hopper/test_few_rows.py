@@ -25,7 +25,7 @@ from warpwave.runtime.triton_or_stub import INTERPRETED
 
 H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
 BASE = replace(PLAIN, dtype="bfloat16", dims=(72, 72), heads=(4, 2), batch=2, lengths=(1, 200))
-# A call, keys of a page, keys of a tile, shares.
+# A call, keys of a page, keys of a tile, splits.
 CALLS: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "contiguous": ({}, 0, 64, 1),
     "pages of 16": ({"sinks": True}, 16, 64, 3),
@@ -36,7 +36,10 @@ CALLS: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "window": ({"lengths": (4, 200), "window": (70, 0), "sinks": True}, 16, 64, 2),
     "window of contiguous keys": ({"lengths": (2, 200), "window": (70, 3)}, 0, 128, 2),
     "window that shows nothing": ({"window": (5, 0), "causal": "top_left", "sinks": True}, 16, 64, 1),
-    "more shares than tiles": ({"lengths": (1, 65)}, 16, 64, 5),
+    "32 rows": ({"heads": (16, 2), "lengths": (4, 200), "causal": "bottom_right", "sinks": True}, 0, 64, 1),
+    "17 rows": ({"heads": (17, 1), "lengths": (1, 150), "softcap": 20.0}, 16, 64, 2),
+    "24 rows": ({"heads": (6, 1), "lengths": (4, 200), "window": (70, 0), "dims": (128, 64)}, 64, 128, 1),
+    "more splits than tiles": ({"lengths": (1, 65)}, 16, 64, 5),
     "one key": ({"lengths": (1, 1)}, 16, 64, 1),
 }
 
@@ -90,7 +93,8 @@ def test_the_protocol_on_a_cpu(name: str) -> None:
         pytest.skip("the merge runs in Triton's interpreter, which is off if there is a GPU")
     call = cases.build(replace(BASE, **features), "sharp" if splits > 1 else "normal", torch.device("cpu"))
     problem, operands = replace(call.problem, return_lse=True), call.operands
-    config = split_kv.Config(16, keys, 4, 2, splits, by_map=True, roles=True)
+    rows = 16 if few_rows.rows_of(problem) <= 16 else 32
+    config = split_kv.Config(rows, keys, 4, 2, splits, by_map=True, roles=True)
     if not page_size:
         verdict = judge_forward(problem, forward_references(problem, operands), *on_cpu(problem, operands, config))
         assert verdict.passed, str(verdict)
@@ -119,7 +123,7 @@ DECODE = AttentionProblem(
     ("change", "said"),
     [
         ({"dtype": "float32"}, "float32"),
-        ({"seqlen_q": 5}, "20 queries"),
+        ({"seqlen_q": 9}, "36 queries"),
         ({"packed": True, "total_q": 16}, "packed"),
         ({"mask_shape": (1, 1, 1, 4096)}, "a mask"),
         ({"bias_shape": (1, 1, 1, 4096)}, "a bias"),
@@ -136,6 +140,18 @@ def test_what_it_refuses(change: dict[str, Any], said: str) -> None:
     assert few_rows.cannot(DECODE, Gpu.for_arch("sm_100")) and not few_rows.cannot(DECODE, H200)
 
 
+def test_a_config_of_fewer_rows_than_the_call_goes_by_pointers() -> None:
+    call = cases.build(replace(BASE, lengths=(5, 200), heads=(8, 2)), "normal", torch.device("cpu"))
+    kernels = []
+    for rows in few_rows.ROWS:
+        config = split_kv.Config(rows, 64, 4, 2, by_map=True, roles=True)
+        attend, *_ = split_kv.specify(
+            call.problem, H200, call.operands, torch.empty_like(call.operands.q), None, config
+        )
+        kernels.append(attend.kernel.__name__)
+    assert kernels == ["split_kv_kernel", "few_rows_kernel"]
+
+
 def test_one_part_of_two_launches_is_left_to_the_merge() -> None:
     """Where another launch attends to a shared prefix, a launch that splits nothing writes a part, not the output."""
     call = cases.build(replace(BASE, lengths=(1, 200), sinks=True), "normal", torch.device("cpu"))
@@ -149,20 +165,23 @@ def test_one_part_of_two_launches_is_left_to_the_merge() -> None:
 
 def test_configs_with_roles_check_themselves() -> None:
     config = split_kv.Config(16, 64, 4, 2, 3, by_map=True, roles=True)
-    for change in ({"block_m": 32}, {"block_n": 32}, {"num_warps": 2}, {"by_map": False}):
+    assert replace(config, block_m=32).roles
+    for change in ({"block_m": 64}, {"block_n": 32}, {"num_warps": 2}, {"by_map": False}):
         with pytest.raises(ValueError, match="has roles"):
             replace(config, **change)
 
 
+@pytest.mark.parametrize("rows", few_rows.ROWS)
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_rings_fill_a_multiprocessor(keys: int, blocks: int) -> None:
-    stages = few_rows.stages(DECODE, H200, keys, blocks)
-    config = split_kv.Config(16, keys, 4, max(1, stages), by_map=True, roles=True)
-    assert stages == {64: (6, 3, 2), 128: (3, 1, 1)}[keys][blocks - 1]
+def test_rings_fill_a_multiprocessor(rows: int, keys: int, blocks: int) -> None:
+    stages = few_rows.stages(DECODE, H200, rows, keys, blocks)
+    config = split_kv.Config(rows, keys, 4, max(1, stages), by_map=True, roles=True)
+    expected = {(16, 64): (6, 3, 2), (16, 128): (3, 1, 1), (32, 64): (6, 3, 1), (32, 128): (3, 1, 0)}
+    assert stages == expected[rows, keys][blocks - 1]
     per_sm = few_rows.blocks_per_sm(DECODE, H200, config)
-    assert per_sm == min(blocks, 3 if keys == 64 else 2)
-    one_more = few_rows.smem_bytes(DECODE, keys, stages + 1)
+    assert stages == 0 or per_sm == min(blocks, 3 if keys == 64 else 2)
+    one_more = few_rows.smem_bytes(DECODE, rows, keys, stages + 1)
     assert blocks * (one_more + 1024) > H200.smem_per_block_bytes + 1024
     assert few_rows.registers(DECODE, H200, config) * few_rows.THREADS * per_sm <= 65536
 
@@ -180,12 +199,17 @@ def test_it_compiles_without_spills_and_by_tensor_maps() -> None:
     }  # fmt: skip
     cases = (
         (everything, 64, 2, 1), ({"head_dim": 72, "head_dim_v": 40, "page_size": 0}, 128, 1, 4),
-        ({"head_dim": 256, "head_dim_v": 256, "page_size": 64}, 64, 3, 2),
+        ({"head_dim": 256, "head_dim_v": 256, "page_size": 64}, 64, 3, 2), (everything | {"seqlen_q": 8}, 64, 3, 3),
+        ({"seqlen_q": 5, "head_dim": 64, "head_dim_v": 64}, 64, 6, 1),
     )  # fmt: skip
-    config = {"block_m": 16, "num_warps": 4, "launched_ahead": True, "by_map": True, "roles": True}
+    config = {"num_warps": 4, "launched_ahead": True, "by_map": True, "roles": True}
     jobs = [
         {"kernel": "split_kv", "arch": "sm_90", "problem": problem | change}
-        | {"config": config | {"block_n": keys, "num_stages": stages, "num_splits": splits}}
+        | {
+            "config": config
+            | {"block_m": 32 if change.get("seqlen_q", 1) > 4 else 16, "block_n": keys}
+            | {"num_stages": stages, "num_splits": splits}
+        }
         for change, keys, stages, splits in cases
     ]
     for (*_, splits), facts in zip(cases, compile_all(jobs), strict=True):

@@ -180,7 +180,7 @@ class Call:
         if kind.is_hopper and not kind.has_64_rows:
             self.keys = longest_steps(problem, kind.tile) * kind.tile.block_n
             if kind.may_have_roles:
-                self.roles = few_rows.tiling(problem, gpu, self.tiles, self.keys)
+                self.roles = few_rows.tiling(problem, gpu, kind.tile.block_m, self.tiles, self.keys)
 
 
 # The tables -----------------------------------------------------------------------------------------------------------
@@ -302,9 +302,10 @@ def _by_few_warps(config: Config, call: Call) -> Config:
 
 def _by_map(config: Config, call: Call) -> Config:
     kind = call.kind
-    # At head_dim 64, three stages of 128 keys, with their splits, are 1.05 times as fast as four in the geometric mean
-    # of 13 calls, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log).
-    stages = 4 if kind.block_n <= 64 and kind.wide <= 256 else 3
+    # Instead of four stages, three of 128 keys at head_dim 64, with their splits, are 1.05 times as fast in the mean of
+    # 13 calls, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log), and three of 64 keys for 32 rows 1.003 to 1.21 times
+    # in nine (2026-11-30-h200-decode-32-rows.json).
+    stages = 4 if kind.block_n <= 64 and kind.wide <= 256 and kind.block_m == 16 else 3
     return changed(config, block_n=kind.block_n, num_stages=stages, by_map=True)
 
 
@@ -345,12 +346,13 @@ MAPS: tuple[Rule[Change], ...] = (
     ),
     Rule("by pointers", lambda c: not c.kind.is_hopper or c.kind.has_64_rows, (_kept,), "not measured"),
     Rule(
-        "Hopper, 16 bits, at most 16 rows, no mask or bias, pages of 16 or 32 or a block for each tile of rows: warp-"
+        "Hopper, 16 bits, at most 32 rows, no mask or bias, pages of 16 or 32 or a block for each tile of rows: warp-"
         "specialized blocks",
         lambda c: c.kind.may_have_roles and c.keys >= 0 and c.roles is not None,
         (lambda _, c: _with_roles(*c.roles),),
         "pages of 16: 4 x 4,096 keys 20.7 us, and 21.8 by pointers, 20 x 1,024 22.3 and 30.1; contiguous keys: 32 x "
-        "3,000 89.6 and 91.4",
+        "3,000 89.6 and 91.4; 17 to 32 rows 0.97 to 1.47 times as fast, 1.07 in the mean of 29 calls "
+        "(2026-11-30-h200-decode-32-rows.json)",
         ROLES,
     ),
     Rule("keys that maps cannot load", lambda c: not c.kind.may_map, (_kept,), "not measured"),

@@ -29,9 +29,9 @@ class Config:
         by_map: load K and V of 16 bits by tensor maps (TMA, sm_90 or newer) if a tile lies in one page. Tiles at the
             edges of the visible keys, and tensors that no map can describe, are loaded by pointers.
         launched_ahead: start before the preceding launch in the stream ends, and wait in the kernel (sm_90 or newer).
-        roles: warp-specialize on Hopper, for up to 16 rows: one warp loads keys by tensor maps, one copy for each page
-            of 16 keys or more, and a warpgroup multiplies them (few_rows_device.py). `num_stages` tiles of K and of V
-            are in flight.
+        roles: warp-specialize on Hopper, for up to `block_m` rows in all, 16 or 32: one warp loads keys by tensor
+            maps, one copy for each page of 16 keys or more, and a warpgroup multiplies them (few_rows_device.py).
+            `num_stages` tiles of K and of V are in flight.
     """
 
     block_m: int
@@ -48,10 +48,10 @@ class Config:
         rules.check_sizes(self, {"block_m": 16, "block_n": 16, "num_warps": 1}, ("num_stages", "num_splits"))
         if self.pieces < 0 or (self.pieces and self.pieces < max(2, self.num_splits)):
             raise ValueError(f"pieces is {self.pieces}; it must be 0, or at least 2 and num_splits = {self.num_splits}")
-        has = (self.block_m, self.num_warps, self.pieces, self.by_map)
-        if self.roles and (has != (few_rows.ROWS, 4, 0, True) or not 64 <= self.block_n <= 256):
+        sizes = self.block_m in few_rows.ROWS and 64 <= self.block_n <= 256
+        if self.roles and not (sizes and (self.num_warps, self.pieces, self.by_map) == (4, 0, True)):
             raise ValueError(
-                f"{self} has roles=True; this needs block_m {few_rows.ROWS}, block_n 64, 128 or 256, num_warps 4, "
+                f"{self} has roles=True; this needs block_m 16 or 32, block_n 64, 128 or 256, num_warps 4, "
                 "by_map=True and pieces 0"
             )
 
@@ -64,7 +64,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block that loads Q before its keys; tests compare it with what
     every target compiles to."""
     if config.roles:
-        return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
+        return few_rows.smem_bytes(problem, config.block_m, config.block_n, config.num_stages)
     size, arithmetic = DTYPE_BYTES[problem.dtype], dot_precision(problem, gpu)
     block_d, block_dv = tile_widths(problem, gpu, config.block_m)
     q = size * config.block_m * block_d

@@ -2,11 +2,12 @@
 
     S^T = K Q^T;   P^T = 2^(S^T - m);   out^T = alpha * out^T + V^T P^T
 
-A decode step has at most 16 rows: the query heads of a kv head times few queries. wgmma takes 64 rows. The rows of the
-products are therefore keys, then columns of v, and queries are the columns. Both products read shared memory in TMA's
-layout. A program owns one split of the keys of one kv head of one sequence; splits take steps in turn. One warp loads
-page ids and keeps two rings full, and a warpgroup multiplies. Each page is copied to its place in the tile, and all
-copies of a tile arrive at one barrier, so a tile of many pages costs its reader the same as a tile of one page.
+A decode step has few rows: the query heads of a kv head times few queries. wgmma takes 64 rows. The rows of the
+products are therefore keys, then columns of v, and 16 or 32 queries are the columns. Both products read shared memory
+in TMA's layout. A program owns one split of the keys of one kv head of one sequence; splits take steps in turn. One
+warp loads page ids and keeps two rings full, and a warpgroup multiplies. Each page is copied to its place in the tile,
+and all copies of a tile arrive at one barrier, so a tile of many pages costs its reader the same as a tile of one
+page.
 
     barrier      meaning                     arrivals              waits
     ring.full    a tile of K, or V, arrived  TMA, by its bytes     warpgroup
@@ -49,7 +50,6 @@ from warpwave.runtime.gluon_or_stub import (
 )
 
 BOX = gl.constexpr(64)  # columns of a box: 128 bytes, a line of swizzled shared memory
-ROWS = gl.constexpr(16)  # queries of all heads of a program, padding included
 UNSPECIALIZED = ["seqlen_q", "seqlen_k", "num_heads_kv", "rows_heads", "first_key"]
 
 
@@ -60,6 +60,7 @@ class Options(NamedTuple):
         scale: the factor that converts raw scores to bits, or with a softcap to the argument of its tanh.
         softcap: the softcap in bits.
         KEYS: keys of a tile.
+        ROWS: queries of all heads of a program, padding included: 16 or 32.
         GROUP: query heads that read a kv head.
         SPLIT: whether a program stores a partial result instead of its output.
     """
@@ -67,6 +68,7 @@ class Options(NamedTuple):
     scale: float
     softcap: float
     KEYS: gl.constexpr
+    ROWS: gl.constexpr
     GROUP: gl.constexpr
     HEAD_DIM: gl.constexpr
     HEAD_DIM_V: gl.constexpr
@@ -251,7 +253,7 @@ def store_queries(q_tensor: AnyTokens, q_tiles, call, options: Options):
     """Stores q of the program's rows to shared memory, with zeros for absent rows."""
     BOXES: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = row_vectors(BOX)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = gl.arange(0, options.ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, BOX, gl.SliceLayout(0, layout))
     heads = call.head * options.GROUP + rows % options.GROUP
     of_rows = rows // options.GROUP * q_tensor.stride_m + heads * q_tensor.stride_h
@@ -266,7 +268,7 @@ def store_queries(q_tensor: AnyTokens, q_tiles, call, options: Options):
 
 
 @jit
-def scores_of(q_tiles, ring, n, KEYS: gl.constexpr):
+def scores_of(q_tiles, ring, n, KEYS: gl.constexpr, ROWS: gl.constexpr):
     """Returns K Q^T of one step, [keys, rows]."""
     x = gl.zeros([KEYS, ROWS], gl.float32, accumulator_layout(ROWS))
     wait_full(ring, n)
@@ -298,6 +300,7 @@ def consumer(
     options: Options, q_tiles, k_ring, v_ring, p_tile, call,
 ):  # fmt: skip
     """Computes the split's state of all rows, or their output if no other split has keys."""
+    ROWS: gl.constexpr = options.ROWS
     layout: gl.constexpr = accumulator_layout(ROWS)
     by_key: gl.constexpr = gl.SliceLayout(1, layout)
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
@@ -326,7 +329,7 @@ def consumer(
     stride = call.num_splits * KEYS
     for n in range(gl.cdiv(gl.maximum(end - first, 0), stride)):
         key = first + n * stride
-        x = scores_of(q_tiles, k_ring, n, KEYS)
+        x = scores_of(q_tiles, k_ring, n, KEYS, ROWS)
         if options.HAS_SOFTCAP:
             x = options.softcap * tanh(x * options.scale)
         else:
@@ -395,8 +398,8 @@ def few_rows_kernel(
     call_options: Options,
     STAGES: gl.constexpr,
 ):
-    """Processes one split of the keys of one sequence and kv head, for up to 16 rows: the queries of the heads that
-    read it.
+    """Processes one split of the keys of one sequence and kv head, for up to ROWS rows: the queries of the heads
+    that read it.
 
     Maps have the axes (batch or page, head, key, column). Elements of a row of q are adjacent. Partial results have the
     layout of partials.py: acc (split, sequence and query, head, column), state (split, 2, sequence and query, head).
@@ -406,8 +409,9 @@ def few_rows_kernel(
     k_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * BOXES, 1, 1, call_options.KEYS, BOX], k_map.layout)
     v_tiles = gl.allocate_shared_memory(k_map.dtype, [STAGES * V_BOXES, 1, 1, call_options.KEYS, BOX], v_map.layout)
     q_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ROWS: gl.constexpr = call_options.ROWS
     q_tiles = gl.allocate_shared_memory(k_map.dtype, [BOXES, ROWS, BOX], q_layout)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ROWS, element_bitwidth=16, rank=2)
     p_tile = gl.allocate_shared_memory(k_map.dtype, [call_options.KEYS, ROWS], p_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -21,7 +21,8 @@ from warpwave.runtime.tensor_maps import MapPlan, has_map
 if TYPE_CHECKING:
     from warpwave.kernels.split_kv.config import Config
 
-ROWS, KEYS, BOX = 16, 64, 64  # queries of all heads of a program; fewest keys of a tile; columns of one copy
+ROWS = (16, 32)  # queries of all heads of a program
+KEYS, BOX = 64, 64  # fewest keys of a tile; columns of one copy
 WIDEST = 256
 UNKNOWN = "the launch for few rows does not support"
 MOST_BLOCKS_PER_SM = 3  # more would leave the warpgroup too few registers
@@ -32,10 +33,15 @@ TABLES = ("sinks", "page_table", "seqused_k", "rows")
 POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 4 for name in TABLES))
 
 
-def cannot(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why this launch cannot compute a problem on this GPU."""
-    rows = problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
-    if rows > ROWS:
+def rows_of(problem: AttentionProblem) -> int:
+    """Returns the queries of all heads of a kv head."""
+    return problem.seqlen_q * problem.num_heads_q // max(1, problem.num_heads_kv)
+
+
+def cannot(problem: AttentionProblem, gpu: Gpu, most_rows: int = ROWS[-1]) -> list[str]:
+    """Returns why this launch, with blocks of `most_rows` rows, cannot compute a problem on this GPU."""
+    rows = rows_of(problem)
+    if rows > most_rows:
         return [f"{UNKNOWN} {rows} queries of the heads of a kv head", *_cannot_kind(problem, gpu)]
     return _cannot_kind(problem, gpu)
 
@@ -55,11 +61,11 @@ def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return reasons.of_features(problem, UNKNOWN, others, without="softcap")
 
 
-def takes(problem: AttentionProblem, gpu: Gpu, operands: Any) -> bool:
-    """Returns whether this launch takes these operands."""
+def takes(problem: AttentionProblem, gpu: Gpu, operands: Any, most_rows: int = ROWS[-1]) -> bool:
+    """Returns whether this launch, with blocks of `most_rows` rows, takes these operands."""
     of_keys = operands[1:3]
     described = all(has_map(tensor) and tensor.numel() for tensor in of_keys)
-    return described and not cannot(problem, gpu) and operands.q.stride(-1) == 1
+    return described and not cannot(problem, gpu, most_rows) and operands.q.stride(-1) == 1
 
 
 def _boxes(problem: AttentionProblem) -> int:
@@ -67,27 +73,27 @@ def _boxes(problem: AttentionProblem) -> int:
     return sum(-(-width // BOX) for width in (problem.head_dim, problem.head_dim_v))
 
 
-def smem_bytes(problem: AttentionProblem, keys: int, stages: int) -> int:
+def smem_bytes(problem: AttentionProblem, rows: int, keys: int, stages: int) -> int:
     """Returns the shared memory of a block: rings, q, probabilities, and the needs of barriers, reductions and
     Triton."""
-    q = 2 * ROWS * BOX * -(-problem.head_dim // BOX)
-    return 2 * keys * BOX * stages * _boxes(problem) + q + 2 * keys * ROWS + 2048
+    q = 2 * rows * BOX * -(-problem.head_dim // BOX)
+    return 2 * keys * BOX * stages * _boxes(problem) + q + 2 * keys * rows + 2048
 
 
 @by_kind
-def stages(problem: AttentionProblem, gpu: Gpu, keys: int, blocks: int) -> int:
+def stages(problem: AttentionProblem, gpu: Gpu, rows: int, keys: int, blocks: int) -> int:
     """Returns the tiles of each ring if `blocks` blocks share a multiprocessor's memory, each with 1 KiB that CUDA
     keeps; 0 if they do not fit."""
     room = (gpu.smem_per_block_bytes + 1024) // blocks - 1024
-    beside = smem_bytes(problem, keys, 0)
-    return max(0, (room - beside) // (smem_bytes(problem, keys, 1) - beside))
+    beside = smem_bytes(problem, rows, keys, 0)
+    return max(0, (room - beside) // (smem_bytes(problem, rows, keys, 1) - beside))
 
 
 @by_kind
 def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns the blocks resident on a multiprocessor, by shared memory and by registers; longer tiles take more."""
-    needed = smem_bytes(problem, config.block_n, config.num_stages) + 1024
-    most = MOST_BLOCKS_PER_SM if config.block_n == KEYS else MOST_BLOCKS_PER_SM - 1
+    needed = smem_bytes(problem, config.block_m, config.block_n, config.num_stages) + 1024
+    most = MOST_BLOCKS_PER_SM - (config.block_n > KEYS)
     return max(1, min(most, (gpu.smem_per_block_bytes + 1024) // needed))
 
 
@@ -107,50 +113,65 @@ def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[Map
 # Measured on an H200 (2026-11-22-h200-split-kv-roles.log), in tiles of rows per multiprocessor: a tile is one block
 # from ALONE on, unless it would end late. Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
 ALONE, UNEVEN, FULL = 0.7, 1.5, 2.0
-FEW = 1 / 16  # so few that two blocks of splits per multiprocessor end sooner than one
 LONG = 1024  # fewest keys that were measured against other launches without small pages
-MOST_SHARES = 32  # most splits that merge at once
 # With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
 # blocks, several waves, end together (record 2026-11-28-h200-decode-splits.json).
-LATE, EVEN_SHARES, LONG_STEPS = 1.1, 7, 128
+LATE, EVEN_SPLITS, LATE_STEPS = 1.1, 7, 128
+# Two blocks per multiprocessor instead of one (2026-11-30-h200-decode-32-rows.json): of few tiles; of narrow rows,
+# whose tiles have half of the bytes (1.00 to 1.29 times as fast in 11 calls at head_dim 64); of tiles of at least
+# EVENED_STEPS steps if two fill the multiprocessors by a sixth more (1.04 to 1.15 times in ten calls).
+FEW, EVENED_STEPS = 1 / 16, 64
+# Most splits of a tile, which one launch merges. A single tile gains from twice as many: 1.17 times as fast at 131,072
+# keys, 1.02 at 32,768.
+MOST_SPLITS = 64
 
 
-def shares(problem: AttentionProblem, tiles: int, longest: int, keys: int, sms: int) -> int:
-    """Returns the number of splits for `tiles` tiles of rows, the longest of which has `longest` steps. There is at
-    most one block per multiprocessor, two if tiles are few, and one for two multiprocessors if steps are long; more
-    only where tiles would end late."""
+def num_splits(problem: AttentionProblem, tiles: int, longest: int, keys: int, sms: int) -> int:
+    """Returns the number of splits for `tiles` tiles of rows, the longest of which has `longest` steps of `keys` keys.
+    There are at most one or two blocks per multiprocessor, and one for two multiprocessors if steps are long; more only
+    where tiles would end late."""
     # The longest sequence of a paged cache is a capacity, and short ones would pay for the merge.
-    if not problem.page_size and LATE * sms < tiles <= UNEVEN * sms and longest >= LONG_STEPS:
-        return EVEN_SHARES
+    if not problem.page_size and LATE * sms < tiles <= UNEVEN * sms and longest >= LATE_STEPS:
+        return EVEN_SPLITS
+    one, two = sms // tiles, 2 * sms // tiles
     if keys > KEYS:
         most = sms // 2 // tiles
     else:
-        most = (2 if tiles <= FEW * sms else 1) * sms // tiles
-    return max(1, min(most, longest, MOST_SHARES))
+        is_narrow = problem.head_dim <= 64 and problem.head_dim_v <= 64
+        fills_more = longest >= EVENED_STEPS and 3 * two >= 7 * one
+        most = two if tiles <= FEW * sms or is_narrow or fills_more else one
+    return max(1, min(most, longest, MOST_SPLITS * (2 if tiles == 1 else 1)))
 
 
-def tiling(problem: AttentionProblem, gpu: Gpu, tiles: int, keys_seen: int) -> tuple[int, int, int, int] | None:
-    """Returns rows, keys, warps and stages of the tiling for `tiles` tiles of rows; None if this launch cannot run the
-    problem or was not measured to be faster.
+def tiling(
+    problem: AttentionProblem, gpu: Gpu, rows: int, tiles: int, keys_seen: int
+) -> tuple[int, int, int, int] | None:
+    """Returns rows, keys, warps and stages of the tiling for `tiles` tiles of `rows` rows; None if this launch cannot
+    run the problem or was not measured to be faster.
 
-    From pages of 16, on an H200: 16 x 4,096 keys 63.4 us with one split, 66.6 by pointers with two; 4 x 4,096 20.7 and
-    21.8; 12 x 2,048 26.5 and 30.6; 20 x 1,024 22.3 and 30.1; 1 x 8,192 9.3 and 11.3; 1 x 65,536 65.7 and 66.7. Beyond
-    two tiles per multiprocessor, copies of several kv heads are level within 2 % at head_dim 128 (128 x 2,048: 243.8
-    us, and 246.9; 64 x 8,192: 489.0 and 486.5), and pointers are at 64 (83.2 and 84.6). From larger pages and
-    contiguous keys this launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048
-    25.7 and 27.7.
+    Up to 16 rows, from pages of 16, on an H200: 16 x 4,096 keys 63.4 us with one split, 66.6 by pointers with two; 4 x
+    4,096 20.7 and 21.8; 12 x 2,048 26.5 and 30.6; 20 x 1,024 22.3 and 30.1; 1 x 8,192 9.3 and 11.3; 1 x 65,536 65.7 and
+    66.7. Beyond two tiles per multiprocessor, copies of several kv heads are level within 2 % at head_dim 128 (128 x
+    2,048: 243.8 us, and 246.9; 64 x 8,192: 489.0 and 486.5), and pointers are at 64 (83.2 and 84.6). From larger pages
+    and contiguous keys this launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x
+    2,048 25.7 and 27.7.
+
+    Blocks of 32 rows (2026-11-30-h200-decode-32-rows.json): from pages of 16 and 32 0.97 to 1.47 times as fast in 20
+    calls, 1.08 in the geometric mean. From larger pages and contiguous keys 0.96 to 1.11 times in nine calls, 1.06 in
+    the mean, and slower between LATE and UNEVEN: 0.94 at 24 x 5,001 keys.
     """
-    sms = gpu.assumed_sms
-    wide = padded(problem.head_dim) + padded(problem.head_dim_v)
+    sms, wide = gpu.assumed_sms, padded(problem.head_dim) + padded(problem.head_dim_v)
     small = 16 <= problem.page_size < KEYS
-    whole = ALONE * sms <= tiles and keys_seen >= LONG and wide > 128
+    late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
+    whole = ALONE * sms <= tiles and not late and keys_seen >= LONG and wide > 128
     many = tiles > FULL * sms and not (small and wide > 128)
     if wide > 256 or many or not (small or whole) or cannot(problem, gpu):
         return None
-    keys, blocks = KEYS, 3 if tiles < ALONE * sms or sms < tiles <= UNEVEN * sms else 2
+    three = rows == 16 and (tiles < ALONE * sms or sms < tiles <= UNEVEN * sms)
+    keys, blocks = KEYS, 3 if three else 2
     if tiles * -(-keys_seen // (2 * KEYS)) <= sms:  # splits of one or two steps
         keys, blocks = 2 * KEYS, 2
-    return ROWS, keys, 4, stages(problem, gpu, keys, blocks)
+    return rows, keys, 4, stages(problem, gpu, rows, keys, blocks)
 
 
 def specify(
@@ -170,6 +191,7 @@ def specify(
         scalars=scalars(problem, q, k, arguments[POINTERS[-3]], config, first_key),
         constants={
             "KEYS": config.block_n,
+            "ROWS": config.block_m,
             "STAGES": config.num_stages,
             "GROUP": problem.num_heads_q // problem.num_heads_kv,
             "HEAD_DIM": problem.head_dim,

@@ -265,8 +265,9 @@ def bind_with_prefix(
 
 
 def _served(problem: AttentionProblem, gpu: Gpu, operands: Any, config: Config) -> Config:
-    """Returns the config, or its pointer equivalent if it has roles and no tensor map can describe K or V."""
-    if not config.roles or few_rows.takes(problem, gpu, operands):
+    """Returns the config, or its pointer equivalent if it has roles and no tensor map can describe K or V, or there are
+    more rows than its blocks hold."""
+    if not config.roles or few_rows.takes(problem, gpu, operands, config.block_m):
         return config
     narrow = problem.dtype != "float32" and padded(problem.head_dim) + padded(problem.head_dim_v) <= 256
     return replace(config, roles=False, by_map=False, block_n=64 if narrow else 32, num_stages=2)

@@ -54,7 +54,8 @@ class Pace(NamedTuple):
     hidden_start: float
     drift: float
     merge: float
-    parts_per_step: float
+    part: float  # to merge a part of every tile of rows
+    part_of_tile: float  # the same of one tile, if parts are large
     together: float  # if memory alone sets the pace and concurrent blocks end together: the fraction of the saturating
     # blocks that is enough; else 0
 
@@ -93,7 +94,7 @@ def smem_expected(problem: AttentionProblem, config: Config) -> int:
     """Returns approximately the shared memory of 16-bit tiles: tiles in flight, Q, and probabilities of fewer rows than
     a wgmma has (compiled for sm_90)."""
     if config.roles:
-        return few_rows.smem_bytes(problem, config.block_n, config.num_stages)
+        return few_rows.smem_bytes(problem, config.block_m, config.block_n, config.num_stages)
     in_flight = config.num_stages - 1 if config.block_m < 64 else config.num_stages
     needed = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * max(1, in_flight)
     of_rows = config.block_m * (padded(problem.head_dim) + (config.block_n if config.block_m < WGMMA_ROWS else 0))
@@ -114,6 +115,10 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config, few: bool) -> Pace
         few: whether there are at most `FEW` tiles of rows per SM.
     """
     sms, blocks = gpu.assumed_sms, blocks_per_sm(problem, gpu, config)
+    # Partial results of 64 rows are as large as tiles of keys, those of 32 half as large, and take as long to write and
+    # to read as other bytes. With 2,048 keys for 8 tiles of 64 rows, 16 splits take 11.2 us at head_dim 128 and 14.0 at
+    # 256, and 32 splits 14.8 and 19.8 (2026-11-29-h200-few-tiles-of-rows.json).
+    of_tile = 2 * 4 * config.block_m * problem.head_dim_v / (sms * MAPPED_STEP_BYTES) if config.block_m > 16 else 0.0
     if not (config.by_map and may_map(problem, gpu, config)) or config.block_m >= 64:
         more = SCATTERED_START_STEPS if scattered(problem, config) and config.block_m < 64 else 0
         # A block of two warps with tiles of 8 bits has half of the bytes in flight, so twice as many blocks saturate
@@ -123,14 +128,15 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config, few: bool) -> Pace
             saturating = SATURATING_OF_64_ROWS
         return Pace(
             sms * blocks, round(sms * min(blocks, saturating)), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
-            MERGE_STEPS, PARTS_PER_STEP, 0.0,
+            MERGE_STEPS, 1 / PARTS_PER_STEP, of_tile, 0.0,
         )  # fmt: skip
     tile = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
     saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(config)))))
     step = saturating * tile / MAPPED_STEP_BYTES
     return Pace(
         sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
-        MERGE_STEPS / step, PARTS_PER_STEP, MAPPED_ENOUGH_SMALL if config.num_warps == 2 and not few else MAPPED_ENOUGH,
+        MERGE_STEPS / step, 1 / PARTS_PER_STEP, of_tile / step,
+        MAPPED_ENOUGH_SMALL if config.num_warps == 2 and not few else MAPPED_ENOUGH,
     )  # fmt: skip
 
 
@@ -148,22 +154,20 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     equal on every SM.
     """
     sms, blocks, longest = _sizes(problem, gpu, config)
-    shares, of = _number(problem, gpu, config), pace(problem, gpu, config, blocks <= FEW * sms)
-    if config.block_m >= WGMMA_ROWS:
-        of = _with_large_parts(of, problem, config, blocks, sms)
+    number, of = _number(problem, gpu, config), pace(problem, gpu, config, blocks <= FEW * sms)
     reason = (
         f"{blocks} tiles of rows for {of.places} resident blocks on {sms} SMs, "
         f"{longest} step{'s' if longest != 1 else ''} of {config.block_n} keys each: "
     )
     if config.roles:
-        blocks *= shares
-        why = "one per SM nearly saturates memory"
-        if shares > 1 and blocks > of.places:
+        blocks *= number
+        why = f"{blocks / sms:.1f} per SM nearly saturate memory"
+        if number > 1 and blocks > of.places:
             why = f"in {blocks / of.places:.1f} waves they end together"
-        return Splits(shares, f"{reason}{blocks} blocks; {why}")
-    steps, alone = (_steps(s, config.pieces, blocks, longest, sms, of) for s in (shares, 1))
+        return Splits(number, f"{reason}{blocks} blocks; {why}")
+    steps, alone = (_steps(s, config.pieces, blocks, longest, sms, of) for s in (number, 1))
     reason += f"about {steps:.0f} steps in total, including starts and merge"
-    return Splits(shares, reason + (f"; with num_splits = 1, {alone:.0f}" if shares > 1 else ""))
+    return Splits(number, reason + (f"; with num_splits = 1, {alone:.0f}" if number > 1 else ""))
 
 
 def _sizes(problem: AttentionProblem, gpu: Gpu, config: Config) -> tuple[int, int, int]:
@@ -176,24 +180,13 @@ def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns the number of splits."""
     sms, blocks, longest = _sizes(problem, gpu, config)
     if config.roles:
-        return few_rows.shares(problem, blocks, longest, config.block_n, sms)
-    of = pace(problem, gpu, config, blocks <= FEW * sms)
-    if config.block_m >= WGMMA_ROWS:
-        of = _with_large_parts(of, problem, config, blocks, sms)
-    return _soonest(config.pieces, blocks, longest, sms, of)
-
-
-def _with_large_parts(of: Pace, problem: AttentionProblem, config: Config, blocks: int, sms: int) -> Pace:
-    """Returns the pace of tiles of 64 rows. Their partial results are as large as tiles of keys, and take as long to
-    write and to read as other bytes. With 2,048 keys for 8 such tiles, 16 splits take 11.2 us at head_dim 128 and 14.0
-    at 256, and 32 splits 14.8 and 19.8 (2026-11-29-h200-few-tiles-of-rows.json)."""
-    part = 2 * 4 * config.block_m * problem.head_dim_v * blocks / (sms * MAPPED_STEP_BYTES)
-    return of._replace(parts_per_step=1 / (1 / of.parts_per_step + part))
+        return few_rows.num_splits(problem, blocks, longest, config.block_n, sms)
+    return _soonest(config.pieces, blocks, longest, sms, pace(problem, gpu, config, blocks <= FEW * sms))
 
 
 def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> float:
     """Returns steps(S) of `choose_splits`."""
-    places, saturating, start, hidden_start, drift, merge, parts_per_step, together = of
+    places, saturating, start, hidden_start, drift, merge, part, part_of_tile, together = of
     each = -(-longest // s)
     waves, rest = divmod(blocks * s, places)
     if together:
@@ -205,7 +198,7 @@ def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -
     total += max(0, blocks * s - places) / saturating * (each + hidden_start)
     if waves and rest:
         total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * each
-    return total + (merge + (pieces or s) / parts_per_step if s > 1 or pieces else 0)
+    return total + (merge + (pieces or s) * (part + blocks * part_of_tile) if s > 1 or pieces else 0)
 
 
 @lru_cache(4096)
@@ -225,7 +218,8 @@ def _soonest(pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> int:
         beyond = blocks * s - places
         if beyond < 0 and each == before:
             continue
-        if beyond >= 0 and least + beyond / saturating * of.hidden_start + (pieces or s) / of.parts_per_step > fewest:
+        merging = (pieces or s) * (of.part + blocks * of.part_of_tile)
+        if beyond >= 0 and least + beyond / saturating * of.hidden_start + merging > fewest:
             break
         before, steps = each, _steps(s, pieces, blocks, longest, sms, of)
         if steps < fewest:
