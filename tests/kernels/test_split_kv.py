@@ -364,6 +364,31 @@ def test_cost_reads_keys_once_for_the_group() -> None:
     assert windowed.parts[0].steps == 8, "a window of 64 keys at a tile's end is one tile of each kv head"
 
 
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({}, "hopper/flash_fwd"),
+        ({"seqlen_q": 9}, "hopper/flash_fwd"),
+        ({"packed": True, "total_q": 113 * 10, "total_k": 113 * 4000}, "hopper/flash_fwd"),
+        ({"packed": True, "total_q": 113 * 8, "total_k": 113 * 4000}, "split_kv"),  # 64 rows on average
+        ({"seqlen_q": 8}, "split_kv"),  # one tile of 64 rows reads all keys once
+        ({"batch": 6}, "split_kv"),  # 96 tiles for 132 SMs
+        ({"batch": 13, "seqlen_k": 200}, "split_kv"),  # short tiles
+        ({"num_heads_q": 71, "num_heads_kv": 1}, "split_kv"),  # no two heads share a tile of the other kernel
+        ({"mask_shape": (113, 1, 1, 4357)}, "split_kv"),
+        ({"head_dim": 100}, "split_kv"),
+        ({"batch_invariant": True}, "split_kv"),
+    ],
+)
+def test_few_queries_of_many_heads_take_larger_tiles(change: dict[str, Any], kernel: str) -> None:
+    call = replace(DECODE, **({"batch": 113, "seqlen_q": 12, "seqlen_k": 4357, "num_heads_q": 64} | change))
+    assert dispatch.choose(call, H200).kernel.NAME == kernel
+    reasons = split_kv.outrun(call, H200)
+    assert bool(reasons) == (kernel != "split_kv")
+    assert not reasons or "several tiles of 64" in reasons[0]
+    assert not split_kv.outrun(call, replace(Gpu.for_arch("sm_80"), num_sms=108))
+
+
 def test_pages_that_are_no_power_of_two_are_refused() -> None:
     (reason,) = split_kv.why_not(replace(DECODE, page_size=48), H200)
     assert "page_size is 48" in reason

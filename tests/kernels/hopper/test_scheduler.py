@@ -114,7 +114,7 @@ def test_a_slot_for_each_sequence(heads: int, in_l2: int, lengths: tuple[int, ..
     """Of sequences that fit a tile. Launches that draw in order ask for tiles past the last one too, before they check
     their number: those must read no offset outside the tensor."""
     from warpwave.kernels.hopper import scheduler
-    from warpwave.kernels.hopper.flash_fwd.config import query_tiles
+    from warpwave.kernels.hopper.shared_tiles import query_tiles
 
     block_m, batch, total = 64, len(lengths), sum(lengths)
     ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)

@@ -6,6 +6,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
+from warpwave.kernels.hopper.shared_tiles import rows_of_sequence, why_split
 from warpwave.kernels.split_kv.choice import (
     LARGEST_TILE,
     default,
@@ -76,7 +77,9 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.page_size:  # no later kernel is faster from pages; hopper/flash_fwd comes before this one
         return []
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
-        return []
+        if problem.seqlen_q * problem.num_heads_q <= MOST_ROWS * problem.num_heads_kv:
+            return []  # most calls of few queries end here
+        return _many_rows(problem, gpu)
     if problem.seqlen_k <= LARGEST_TILE and tile_of_sequence(problem, gpu) is not None:
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
@@ -104,6 +107,26 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return []
     given = f"num_splits = {config.num_splits}, and {tiles} tiles of rows leave each {sms // tiles} of {sms} SMs"
     return [f"{asked} would give {given}; splitting is faster if both are at least {fewest}"]
+
+
+def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why tiles of 128 rows and more by hopper/flash_fwd are faster for few queries of many heads: several
+    tiles of 64 rows read all keys each. From pages they are 1.25 to 1.58 times as fast in four such calls (record
+    2026-11-28-h200-prefill-from-pages.json); from contiguous keys, FlashAttention-4 is 1.54 times as fast as this
+    kernel with 12 queries of eight heads on 113 x 4,357 keys (2026-11-30-h200-drawn-decode-2.jsonl)."""
+    rows = rows_of_sequence(problem)
+    is_able = (
+        gpu.vendor == "nvidia"
+        and gpu.capability == 90
+        and problem.dtype in ("float16", "bfloat16")
+        and not problem.batch_invariant
+        and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
+    )
+    if rows <= MOST_ROWS or not is_able or why_split(problem, gpu):
+        return []
+    return [
+        f"each kv head has {rows} rows, several tiles of {MOST_ROWS} that read all keys; larger tiles read them once"
+    ]
 
 
 def _gains_by_two(problem: AttentionProblem, gpu: Gpu, config: Config, tiles: int) -> bool:

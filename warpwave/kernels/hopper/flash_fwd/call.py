@@ -6,8 +6,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper.flash_fwd.config import heads_of_tile, num_parts, query_tiles, tile_width
+from warpwave.kernels.hopper.flash_fwd.config import num_parts, tile_width
 from warpwave.kernels.hopper.host import bias_bytes, pieces
+from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
 from warpwave.problem import AttentionProblem, by_kind
 
 SHORT_KEYS = 2048

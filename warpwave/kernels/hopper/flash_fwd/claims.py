@@ -16,14 +16,12 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     PARTS,
     Config,
     has_bias_cells,
-    heads_of_tile,
     num_parts,
-    query_tiles,
     row_pieces,
     smem_bytes,
     widens_values,
 )
-from warpwave.kernels.hopper.parts import ROWS
+from warpwave.kernels.hopper.shared_tiles import query_tiles, why_split
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -31,7 +29,6 @@ MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "f
 SIXTEEN_BIT = ("float16", "bfloat16")
 DECODE_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
 LEAST_PAGE, MAX_HEAD_DIM_OF_PAGES = 16, 256  # tokens that a copy takes at least; wider rows were not tried
-LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 384  # of tiles of 64 rows of a call on a cache
 # Time for an element of an 8-bit cache that a widener converts, and for each score of the same step, by what shares a
 # factor. Fitted to calls of 8,192 tokens at head_dim 64, 128 and 256 on an H200
 # (record 2026-11-29-h200-factors-of-tokens.json).
@@ -100,7 +97,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why another kernel is faster: on a cache `split_kv`, else `flash_fwd`. Very short calls do not amortize
     setting up the ring and the warp roles, and few queries do not amortize a launch that widens V."""
     if problem.page_size:
-        return _outrun_from_pages(problem, gpu)
+        return why_split(problem, gpu)
     if widens_values(problem):
         shared = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
         if shared < FEWEST_QUERIES:
@@ -129,26 +126,6 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return [
         "at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, with lighter blocks, is up to 1.5 x as fast"
     ]
-
-
-def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why `split_kv` is faster on a cache.
-
-    Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's: 1.02 to
-    3.26 in 66 calls that these conditions leave to this kernel, 1.69 in the geometric mean; 0.84 to 0.98 in 4 short
-    ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer. On 8-bit caches 1.01 to 2.38 in 46
-    calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json), and 1.23 to 5.52 in 32 with
-    factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
-    """
-    heads, sms = heads_of_tile(problem), gpu.assumed_sms
-    rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, ROWS.value, heads)
-    if rows < ROWS.value:
-        return [f"a sequence has {rows} rows of a kv head on average; split_kv is faster with fewer than {ROWS.value}"]
-    if tiles < LEAST_SHARE_OF_SMS * sms:
-        return [f"{tiles} tiles of rows leave some of {sms} SMs idle; split_kv divides the keys"]
-    if tiles * problem.seqlen_k < LEAST_KEYS_PER_SM * sms:
-        return [f"{tiles} tiles of {problem.seqlen_k} keys on {sms} SMs are short; split_kv has lighter blocks"]
-    return []
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

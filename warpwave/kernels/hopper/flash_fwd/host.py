@@ -18,12 +18,10 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
     has_widener,
-    heads_of_tile,
     narrow_stages,
     num_parts,
     out_columns,
     out_pieces,
-    query_tiles,
     registers,
     row_pieces,
     values_first,
@@ -31,6 +29,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 )
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
+from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead, widen_values
 from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands
 from warpwave.problem import AttentionProblem
