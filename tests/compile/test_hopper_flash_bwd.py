@@ -15,7 +15,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "features": {"causal": "bottom_right", "softcap": 30.0, "packed": True, "total_q": 2048, "total_k": 2048},
     "dropout": {"causal": "bottom_right", "dropout_p": 0.1},
-    # 12 waves of blocks without groups, which walk from the first tile on.
+    # Enough blocks without groups, which walk from the first tile on.
     "deterministic": {"causal": "bottom_right", "deterministic": True, "batch": 64, "num_heads_kv": 4},
     "no groups": {"causal": "bottom_right", "num_heads_kv": 4},
     "mask": {"causal": "bottom_right", "mask_shape": (2, 4, 1024, 1024)},

@@ -269,7 +269,7 @@ def test_blocks_of_the_last_keys_first_end_with_the_longest() -> None:
     config = hopper_flash_bwd.Config(64, 3)
     orders = [
         [part.order for part in hopper_flash_bwd.cost(one, H200, config).parts if part.order]
-        for one in (call, replace(call, deterministic=False), replace(call, batch=1))
+        for one in (call, replace(call, deterministic=False), replace(call, batch=1, num_heads_q=66, num_heads_kv=66))
     ]
     assert orders[1:] == [[], []], "the longest first"
     ((of_items,),) = orders[:1]
