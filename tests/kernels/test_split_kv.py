@@ -379,6 +379,7 @@ def test_cost_reads_keys_once_for_the_group() -> None:
         ({"head_dim": 100}, "split_kv"),
         ({"batch_invariant": True}, "split_kv"),
     ],
+    ids=str,
 )
 def test_few_queries_of_many_heads_take_larger_tiles(change: dict[str, Any], kernel: str) -> None:
     call = replace(DECODE, **({"batch": 113, "seqlen_q": 12, "seqlen_k": 4357, "num_heads_q": 64} | change))

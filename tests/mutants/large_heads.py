@@ -81,6 +81,21 @@ LARGE_HEADS = [
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 32", "FAIL",
     ),
     Mutant(
+        "blocks of 16 rows for more", "kernels/split_kv/few_rows_host.py", '"ROWS": config.block_m,', '"ROWS": 16,',
+        "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "17 or 24", "FAIL",
+    ),
+    Mutant(
+        "a config of 16 rows takes more", "kernels/split_kv/host.py",
+        "few_rows.takes(problem, gpu, operands, config.block_m)", "few_rows.takes(problem, gpu, operands)",
+        "../kernels/hopper/test_few_rows.py::test_a_config_of_fewer_rows_than_the_call_goes_by_pointers", "", "few_rows_kernel",
+    ),
+    Mutant(
+        "many rows leave split_kv although hopper/flash_fwd cannot run them", "kernels/split_kv/claims.py",
+        "if rows <= MOST_ROWS or not is_able or why_split(problem, gpu):",
+        "if rows <= MOST_ROWS or why_split(problem, gpu):",
+        "../kernels/test_split_kv.py::test_few_queries_of_many_heads_take_larger_tiles", "head_dim", "split_kv",
+    ),
+    Mutant(
         "heads that see different keys share tiles", "problem.py",
         "if shape is not None and shape[1] > 1:", "if shape is not None and shape[1] > 10**6:",
         "test_edges.py::test_not_finite_in_v_stays_in_the_heads_that_see_it", "split_kv or large_head_dim", "bits(",
