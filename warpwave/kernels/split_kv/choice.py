@@ -379,14 +379,10 @@ MAPS: tuple[Rule[Change], ...] = (
 )
 
 
-def _whole(config: Config, call: Call) -> Config:
-    """Returns the tiling of all keys of a prompt in one step."""
-    block_n = max(16, 1 << (max(1, call.seqlen_k) - 1).bit_length())
-    return changed(config, block_n=block_n, num_warps=4, num_stages=2, by_map=False)
-
-
 def _narrow(config: Config, call: Call) -> Config:
-    return changed(_whole(config, call), block_m=16)
+    """Returns the tiling of all keys of a prompt in one step, in tiles of 16 rows."""
+    block_n = max(16, 1 << (max(1, call.seqlen_k) - 1).bit_length())
+    return changed(config, block_m=16, block_n=block_n, num_warps=4, num_stages=2, by_map=False)
 
 
 LARGEST_TILE = 64  # of a whole sequence: queries and keys
@@ -459,13 +455,6 @@ SHORTER: tuple[Rule[Change], ...] = (
         "1.36 to 1.93 times as fast as hopper/flash_fwd in eleven calls, and with at most 16 tokens 3.9 and 5.3 times "
         "(2026-11-29-h200-packed-short-sequences.json)",
         SHORT_SEQUENCES,
-    ),
-    Rule(
-        "Hopper, a dense prompt shorter than a tile of keys, 16 bits, head_dim up to 64: a step of its length",
-        lambda c: _is_short_prompt(c) and _whole(c.config, c).block_n <= c.config.block_n,
-        (_whole,),
-        "one head of 32 queries 1.48 us, and 1.71 with 64 keys a step",
-        ROLES,
     ),
     Rule(
         "Hopper, a short cache in pages of less than 128, 16 bits, head_dim 65 to 128: one step of 32 keys by pointers",
