@@ -469,8 +469,8 @@ RULES_OF_QUANTIZED: tuple[Rule[Config], ...] = (
         "quantized, head_dim 65 to 128",
         lambda c: c.width > 64,
         (Config(128, 128, 2), Config(128, 64, 3)),
-        "with factors of blocks of v 0.99 to 1.12 times as fast as 192 x 64 when consumers read them from memory; since "
-        "then 0.95 to 1.07 at head_dim 128, 1.02 and 1.06 at 96 (2026-11-30-h200-tiles-of-blocks.json)",
+        "with factors of blocks of v 0.99 to 1.12 times as fast as 192 x 64 when consumers read them from memory, and "
+        "since then 0.95 to 1.07 at head_dim 128, 1.02 and 1.06 at 96 (2026-11-30-h200-tiles-of-blocks.json)",
         QUANTIZED_TILES,
     ),
     Rule(
