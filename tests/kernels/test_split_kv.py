@@ -13,7 +13,7 @@ from warpwave import dispatch, explain
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import split_kv
 from warpwave.kernels.split_kv import splits
-from warpwave.kernels.split_kv.config import Config, one_step
+from warpwave.kernels.split_kv.config import Config, longest_steps, one_step
 from warpwave.problem import AttentionProblem, Causal
 
 DECODE = AttentionProblem(
@@ -174,6 +174,8 @@ def test_prompts_are_split_only_if_each_split_has_an_sm(batch: int, heads: int, 
         ({"seqlen_q": 500, "page_size": 64}, (64, 4, 3)),
         ({"batch": 16, "window_size": (4000, 0)}, (64, 4, 3)),
         ({"batch": 48, "window_size": (4000, 0)}, (128, 4, 3)),
+        ({"batch": 90, "seqlen_q": 8, "seqlen_k": 1024, "page_size": 64}, (64, 4, 3)),  # of 32 rows
+        ({"batch": 24, "seqlen_q": 4, "seqlen_k": 5001, "num_heads_q": 64}, (64, 2, 3)),  # some tiles would end late
     ],
 )
 def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, int]) -> None:
@@ -218,12 +220,15 @@ def test_long_keys_of_tiles_that_would_end_late_are_split(batch: int, seqlen_k: 
         ({"batch": 4, "seqlen_k": 4096}, (64, 2, 4)),
         ({"batch": 3}, (64, 2, 5)),
         ({"batch": 10}, (64, 2, 3)),  # one block an SM would leave four in ten idle
+        ({"batch": 10, "seqlen_k": 4096}, (64, 2, 3)),
+        ({"batch": 10, "seqlen_k": 4032}, (64, 2, 1)),
         ({"batch": 6}, (64, 2, 5)),
         ({"batch": 11, "seqlen_k": 2048}, (64, 2, 1)),  # too few keys to pay for the merge
         ({}, (64, 2, 33)),  # two blocks an SM of few tiles
         ({"seqlen_k": 65536}, (64, 2, 33)),
         ({"seqlen_k": 65536, "num_heads_q": 16, "num_heads_kv": 2}, (64, 2, 64)),
-        ({"seqlen_k": 65536, "num_heads_q": 8, "num_heads_kv": 1}, (64, 2, 128)),  # a single tile
+        ({"seqlen_k": 65536, "num_heads_q": 8, "num_heads_kv": 1}, (64, 2, 128)),  # a single long tile
+        ({"seqlen_k": 65472, "num_heads_q": 8, "num_heads_kv": 1}, (64, 2, 64)),
         ({"batch": 12, "seqlen_k": 2048}, (64, 3, 1)),
         ({"batch": 20, "seqlen_k": 1024}, (64, 2, 1)),  # some SMs have two, smaller ones
         ({"batch": 20, "seqlen_k": 8192}, (64, 2, 1)),  # perhaps far fewer keys
@@ -235,6 +240,10 @@ def test_long_keys_of_tiles_that_would_end_late_are_split(batch: int, seqlen_k: 
         ({"batch": 4, "seqlen_k": 4096, "head_dim": 64, "head_dim_v": 64}, (64, 4, 8)),  # two blocks an SM
         ({"batch": 16, "seqlen_k": 4096, "seqlen_q": 8}, (64, 3, 1)),  # 32 rows
         ({"batch": 64, "seqlen_k": 2048, "seqlen_q": 5}, (64, 3, 1)),
+        ({"batch": 8, "seqlen_k": 4096, "seqlen_q": 8}, (64, 3, 2)),
+        ({"seqlen_k": 1024, "seqlen_q": 8, "head_dim_v": 64}, (128, 1, 8)),
+        ({"batch": 4, "seqlen_k": 4096, "head_dim_v": 64}, (64, 2, 4)),  # as at head_dim 128
+        ({"batch": 16, "seqlen_k": 2048, "head_dim": 64, "head_dim_v": 64}, (64, 6, 1)),  # two would be short
     ],
 )
 @pytest.mark.parametrize("page_size", [16, 32])
@@ -271,6 +280,33 @@ def test_short_prompts_walk_their_keys_in_one_step(batch: int, heads: int, keys:
     for change in ({"batch_invariant": True}, {"head_dim": 128}):
         other = split_kv.configs(replace(prompt, **change), H200)[0]
         assert (other.block_m, other.block_n) == (64, 64) or keys <= 32
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        ({"batch": 47, "seqlen_q": 4, "seqlen_k": 4093, "num_heads_q": 64}, 2),
+        ({"batch": 64, "seqlen_q": 7, "seqlen_k": 4096, "head_dim": 64, "head_dim_v": 64}, 2),
+    ],
+)
+def test_parts_of_32_rows_cost_as_much_as_their_bytes(change: dict[str, Any], number: int) -> None:
+    """Without these bytes, the tiles are split more."""
+    problem = replace(DECODE, page_size=64, **change)
+    config = split_kv.default(problem, H200)
+    assert config.block_m == 32 and not config.roles and config.num_splits == number
+    of, tiles = splits.pace(problem, H200, config, False), splits.blocks_with_rows(problem, config)
+    free = splits._soonest(0, tiles, longest_steps(problem, config), 132, of._replace(part_of_tile=0.0))
+    assert of.part_of_tile > 0 and free > number
+
+
+@pytest.mark.parametrize("of_tile", [0.0, 0.001, 0.01, 0.1])
+@pytest.mark.parametrize("blocks", [1, 8, 40, 100, 376, 800])
+@pytest.mark.parametrize("longest", [3, 64, 1000])
+def test_the_search_ends_with_the_least(of_tile: float, blocks: int, longest: int) -> None:
+    for together in (0.0, 0.9):
+        of = splits.Pace(264, 132, 1.2, 0.1, 0.0, 2.4, 1 / 30, of_tile, together)
+        steps = [splits._steps(s, 0, blocks, longest, 132, of) for s in range(1, min(splits.MAX_SPLITS, longest) + 1)]
+        assert steps[splits._soonest(0, blocks, longest, 132, of) - 1] == min(steps)
 
 
 def test_launches_of_few_rows_begin_ahead_from_pages_too() -> None:
@@ -369,14 +405,18 @@ def test_cost_reads_keys_once_for_the_group() -> None:
     [
         ({}, "hopper/flash_fwd"),
         ({"seqlen_q": 9}, "hopper/flash_fwd"),
-        ({"packed": True, "total_q": 113 * 10, "total_k": 113 * 4000}, "hopper/flash_fwd"),
-        ({"packed": True, "total_q": 113 * 8, "total_k": 113 * 4000}, "split_kv"),  # 64 rows on average
+        ({"packed": True, "total_q": 113 * 10, "total_k": 113 * 4000}, "split_kv"),  # not measured
+        ({"window_size": (100, 0)}, "split_kv"),
+        ({"causal": Causal("top_left")}, "split_kv"),
+        ({"causal": Causal("bottom_right")}, "hopper/flash_fwd"),
         ({"seqlen_q": 8}, "split_kv"),  # one tile of 64 rows reads all keys once
-        ({"batch": 6}, "split_kv"),  # 96 tiles for 132 SMs
-        ({"batch": 13, "seqlen_k": 200}, "split_kv"),  # short tiles
+        ({"batch": 13}, "hopper/flash_fwd"),
+        ({"batch": 12}, "split_kv"),  # 96 tiles of 128 rows for 132 SMs
+        ({"batch": 13, "seqlen_k": 480}, "split_kv"),  # short tiles
         ({"num_heads_q": 71, "num_heads_kv": 1}, "split_kv"),  # no two heads share a tile of the other kernel
         ({"mask_shape": (113, 1, 1, 4357)}, "split_kv"),
         ({"head_dim": 100}, "split_kv"),
+        ({"head_dim_v": 100}, "split_kv"),
         ({"batch_invariant": True}, "split_kv"),
     ],
     ids=str,
@@ -386,7 +426,7 @@ def test_few_queries_of_many_heads_take_larger_tiles(change: dict[str, Any], ker
     assert dispatch.choose(call, H200).kernel.NAME == kernel
     reasons = split_kv.outrun(call, H200)
     assert bool(reasons) == (kernel != "split_kv")
-    assert not reasons or "several tiles of 64" in reasons[0]
+    assert not reasons or "half as often as tiles of 64" in reasons[0]
     assert not split_kv.outrun(call, replace(Gpu.for_arch("sm_80"), num_sms=108))
 
 

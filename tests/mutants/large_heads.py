@@ -87,12 +87,13 @@ LARGE_HEADS = [
     Mutant(
         "a config of 16 rows takes more", "kernels/split_kv/host.py",
         "few_rows.takes(problem, gpu, operands, config.block_m)", "few_rows.takes(problem, gpu, operands)",
-        "../kernels/hopper/test_few_rows.py::test_a_config_of_fewer_rows_than_the_call_goes_by_pointers", "", "few_rows_kernel",
+        "../kernels/hopper/test_few_rows.py::test_a_config_of_fewer_rows_than_the_call_goes_by_pointers", "",
+        "few_rows_kernel",
     ),
     Mutant(
         "many rows leave split_kv although hopper/flash_fwd cannot run them", "kernels/split_kv/claims.py",
-        "if rows <= MOST_ROWS or not is_able or why_split(problem, gpu):",
-        "if rows <= MOST_ROWS or why_split(problem, gpu):",
+        "if rows <= MOST_ROWS or not is_able or hides_keys or not fills:",
+        "if rows <= MOST_ROWS or hides_keys or not fills:",
         "../kernels/test_split_kv.py::test_few_queries_of_many_heads_take_larger_tiles", "head_dim", "split_kv",
     ),
     Mutant(

@@ -351,7 +351,7 @@ MAPS: tuple[Rule[Change], ...] = (
         lambda c: c.kind.may_have_roles and c.keys >= 0 and c.roles is not None,
         (lambda _, c: _with_roles(*c.roles),),
         "pages of 16: 4 x 4,096 keys 20.7 us, and 21.8 by pointers, 20 x 1,024 22.3 and 30.1; contiguous keys: 32 x "
-        "3,000 89.6 and 91.4; 17 to 32 rows 0.97 to 1.47 times as fast, 1.07 in the mean of 29 calls "
+        "3,000 89.6 and 91.4; 17 to 32 rows 0.96 to 1.47 times as fast, 1.07 in the mean of 29 calls "
         "(2026-11-30-h200-decode-32-rows.json)",
         ROLES,
     ),

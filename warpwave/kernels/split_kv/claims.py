@@ -6,7 +6,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
-from warpwave.kernels.hopper.shared_tiles import rows_of_sequence, why_split
+from warpwave.kernels.hopper.shared_tiles import LEAST_KEYS_PER_SM, LEAST_SHARE_OF_SMS, heads_of_tile
 from warpwave.kernels.split_kv.choice import (
     LARGEST_TILE,
     default,
@@ -39,7 +39,7 @@ FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
 # Of a prompt: the fewest at which splitting was measured to be faster, and the most in float32. In 16 bits, with more
 # only few tiles of rows are split.
 KEYS = (256, 1024)
-MOST_ROWS = 64  # of a tile
+MOST_ROWS, LARGER_TILE = 64, 128  # rows of a tile, and of one of hopper/flash_fwd
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
 # Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
 # the GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
@@ -102,31 +102,32 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         return [] if _between(problem, gpu, config) else outside
     fewest = FEWEST_SPLITS_FLOAT32 if problem.dtype == "float32" else FEWEST_SPLITS
     tiles = blocks_with_rows(problem, config)
-    shares = min(config.num_splits, sms // tiles)
-    if shares >= fewest or (is_long and _gains_by_two(problem, gpu, config, tiles)):
+    splits = min(config.num_splits, sms // tiles)
+    if splits >= fewest or (is_long and _gains_by_two(problem, gpu, config, tiles)):
         return []
     given = f"num_splits = {config.num_splits}, and {tiles} tiles of rows leave each {sms // tiles} of {sms} SMs"
     return [f"{asked} would give {given}; splitting is faster if both are at least {fewest}"]
 
 
 def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why tiles of 128 rows and more by hopper/flash_fwd are faster for few queries of many heads: several
-    tiles of 64 rows read all keys each. From pages they are 1.25 to 1.58 times as fast in four such calls (record
-    2026-11-28-h200-prefill-from-pages.json); from contiguous keys, FlashAttention-4 is 1.54 times as fast as this
-    kernel with 12 queries of eight heads on 113 x 4,357 keys (2026-11-30-h200-drawn-decode-2.jsonl)."""
-    rows = rows_of_sequence(problem)
+    """Returns why hopper/flash_fwd is faster for few queries of many heads: its tiles of 128 rows read all keys half as
+    often. From pages it is 1.25 to 1.58 times as fast in four such calls (2026-11-28-h200-prefill-from-pages.json).
+    From contiguous keys it was not timed; FlashAttention-4 is 1.54 times as fast as this kernel with 12 queries of
+    eight heads on 113 x 4,357 keys (2026-11-30-h200-drawn-decode-2.jsonl)."""
+    heads, sms = heads_of_tile(problem), gpu.assumed_sms
+    rows = problem.seqlen_q * heads
+    tiles = -(-rows // LARGER_TILE) * (problem.num_heads_q // heads) * problem.batch
     is_able = (
         gpu.vendor == "nvidia"
         and gpu.capability == 90
-        and problem.dtype in ("float16", "bfloat16")
-        and not problem.batch_invariant
+        and not (problem.packed or problem.batch_invariant)
         and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
     )
-    if rows <= MOST_ROWS or not is_able or why_split(problem, gpu):
+    hides_keys = problem.window_size != (-1, -1) or (problem.causal and problem.causal.alignment == "top_left")
+    fills = tiles >= LEAST_SHARE_OF_SMS * sms and tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM * sms
+    if rows <= MOST_ROWS or not is_able or hides_keys or not fills:
         return []
-    return [
-        f"each kv head has {rows} rows, several tiles of {MOST_ROWS} that read all keys; larger tiles read them once"
-    ]
+    return [f"each kv head has {rows} rows; tiles of {LARGER_TILE} read all keys half as often as tiles of {MOST_ROWS}"]
 
 
 def _gains_by_two(problem: AttentionProblem, gpu: Gpu, config: Config, tiles: int) -> bool:

@@ -91,9 +91,10 @@ def stages(problem: AttentionProblem, gpu: Gpu, rows: int, keys: int, blocks: in
 
 @by_kind
 def blocks_per_sm(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
-    """Returns the blocks resident on a multiprocessor, by shared memory and by registers; longer tiles take more."""
+    """Returns the blocks resident on a multiprocessor, by shared memory and by registers; longer tiles and more rows
+    take more."""
     needed = smem_bytes(problem, config.block_m, config.block_n, config.num_stages) + 1024
-    most = MOST_BLOCKS_PER_SM - (config.block_n > KEYS)
+    most = MOST_BLOCKS_PER_SM - (config.block_n > KEYS or config.block_m > ROWS[0])
     return max(1, min(most, (gpu.smem_per_block_bytes + 1024) // needed))
 
 
@@ -117,13 +118,14 @@ LONG = 1024  # fewest keys that were measured against other launches without sma
 # With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
 # blocks, several waves, end together (record 2026-11-28-h200-decode-splits.json).
 LATE, EVEN_SPLITS, LATE_STEPS = 1.1, 7, 128
-# Two blocks per multiprocessor instead of one (2026-11-30-h200-decode-32-rows.json): of few tiles; of narrow rows,
-# whose tiles have half of the bytes (1.00 to 1.29 times as fast in 11 calls at head_dim 64); of tiles of at least
-# EVENED_STEPS steps if two fill the multiprocessors by a sixth more (1.04 to 1.15 times in ten calls).
+# Two blocks per multiprocessor instead of one (2026-11-30-h200-decode-32-rows.json): of few tiles, and of tiles of at
+# least EVENED_STEPS steps if rows are narrow, so that a tile has half of the bytes (1.00 to 1.29 times as fast in 11
+# calls at head_dim 64), or if two fill the multiprocessors by a sixth more (1.02 to 1.17 times in nine). The steps are
+# those of a cache's capacity: three splits of sequences of 2,048 keys are 0.90 times as fast as one.
 FEW, EVENED_STEPS = 1 / 16, 64
-# Most splits of a tile, which one launch merges. A single tile gains from twice as many: 1.17 times as fast at 131,072
-# keys, 1.02 at 32,768.
-MOST_SPLITS = 64
+# Most splits of a tile, which one launch merges. A single tile of at least LONGEST_STEPS steps takes twice as many,
+# 1.17 times as fast at 131,072 keys; at 32,768 they would be 0.97 to 1.02 times as fast.
+MOST_SPLITS, LONGEST_STEPS = 64, 1024
 
 
 def num_splits(problem: AttentionProblem, tiles: int, longest: int, keys: int, sms: int) -> int:
@@ -138,9 +140,10 @@ def num_splits(problem: AttentionProblem, tiles: int, longest: int, keys: int, s
         most = sms // 2 // tiles
     else:
         is_narrow = problem.head_dim <= 64 and problem.head_dim_v <= 64
-        fills_more = longest >= EVENED_STEPS and 3 * two >= 7 * one
-        most = two if tiles <= FEW * sms or is_narrow or fills_more else one
-    return max(1, min(most, longest, MOST_SPLITS * (2 if tiles == 1 else 1)))
+        gains = longest >= EVENED_STEPS and (is_narrow or 3 * two >= 7 * one)
+        most = two if tiles <= FEW * sms or gains else one
+    largest = 2 * MOST_SPLITS if tiles == 1 and longest >= LONGEST_STEPS else MOST_SPLITS
+    return max(1, min(most, longest, largest))
 
 
 def tiling(
@@ -156,8 +159,8 @@ def tiling(
     and contiguous keys this launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x
     2,048 25.7 and 27.7.
 
-    Blocks of 32 rows (2026-11-30-h200-decode-32-rows.json): from pages of 16 and 32 0.97 to 1.47 times as fast in 20
-    calls, 1.08 in the geometric mean. From larger pages and contiguous keys 0.96 to 1.11 times in nine calls, 1.06 in
+    Blocks of 32 rows (2026-11-30-h200-decode-32-rows.json): from pages of 16 and 32 0.96 to 1.47 times as fast in 21
+    calls, 1.08 in the geometric mean. From larger pages and contiguous keys 0.97 to 1.11 times in eight calls, 1.05 in
     the mean, and slower between LATE and UNEVEN: 0.94 at 24 x 5,001 keys.
     """
     sms, wide = gpu.assumed_sms, padded(problem.head_dim) + padded(problem.head_dim_v)
@@ -165,7 +168,7 @@ def tiling(
     late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
     whole = ALONE * sms <= tiles and not late and keys_seen >= LONG and wide > 128
     many = tiles > FULL * sms and not (small and wide > 128)
-    if wide > 256 or many or not (small or whole) or cannot(problem, gpu):
+    if wide > 256 or many or not (small or whole) or cannot(problem, gpu, rows):
         return None
     three = rows == 16 and (tiles < ALONE * sms or sms < tiles <= UNEVEN * sms)
     keys, blocks = KEYS, 3 if three else 2

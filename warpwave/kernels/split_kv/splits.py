@@ -54,8 +54,8 @@ class Pace(NamedTuple):
     hidden_start: float
     drift: float
     merge: float
-    part: float  # to merge a part of every tile of rows
-    part_of_tile: float  # the same of one tile, if parts are large
+    part: float  # to merge one more part
+    part_of_tile: float  # in addition, for each tile of rows, if parts are large
     together: float  # if memory alone sets the pace and concurrent blocks end together: the fraction of the saturating
     # blocks that is enough; else 0
 
@@ -161,7 +161,7 @@ def choose_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> Splits
     )
     if config.roles:
         blocks *= number
-        why = f"{blocks / sms:.1f} per SM nearly saturate memory"
+        why = "one or two per SM nearly saturate memory"
         if number > 1 and blocks > of.places:
             why = f"in {blocks / of.places:.1f} waves they end together"
         return Splits(number, f"{reason}{blocks} blocks; {why}")

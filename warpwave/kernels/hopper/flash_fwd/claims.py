@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from warpwave import precision
-from warpwave.gpu import Gpu
+from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
 from warpwave.kernels.hopper.flash_fwd.call import reach
@@ -21,7 +21,12 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     smem_bytes,
     widens_values,
 )
-from warpwave.kernels.hopper.shared_tiles import query_tiles, why_split
+from warpwave.kernels.hopper.shared_tiles import (
+    LEAST_KEYS_PER_SM,
+    LEAST_SHARE_OF_SMS,
+    heads_of_tile,
+    query_tiles,
+)
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -97,7 +102,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why another kernel is faster: on a cache `split_kv`, else `flash_fwd`. Very short calls do not amortize
     setting up the ring and the warp roles, and few queries do not amortize a launch that widens V."""
     if problem.page_size:
-        return why_split(problem, gpu)
+        return _outrun_from_pages(problem, gpu)
     if widens_values(problem):
         shared = problem.rows * problem.num_heads_q // max(1, problem.batch * problem.num_heads_kv)
         if shared < FEWEST_QUERIES:
@@ -126,6 +131,26 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return [
         "at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, with lighter blocks, is up to 1.5 x as fast"
     ]
+
+
+def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
+    """Returns why `split_kv` is faster on a cache.
+
+    Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's: 1.02 to
+    3.26 in 66 calls that these conditions leave to this kernel, 1.69 in the geometric mean; 0.84 to 0.98 in 4 short
+    ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer. On 8-bit caches 1.01 to 2.38 in 46
+    calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json), and 1.23 to 5.52 in 32 with
+    factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
+    """
+    heads, sms = heads_of_tile(problem), gpu.assumed_sms
+    rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)
+    if rows < WGMMA_ROWS:
+        return [f"a sequence has {rows} rows of a kv head on average; split_kv is faster with fewer than {WGMMA_ROWS}"]
+    if tiles < LEAST_SHARE_OF_SMS * sms:
+        return [f"{tiles} tiles of rows leave some of {sms} SMs idle; split_kv divides the keys"]
+    if tiles * problem.seqlen_k < LEAST_KEYS_PER_SM * sms:
+        return [f"{tiles} tiles of {problem.seqlen_k} keys on {sms} SMs are short; split_kv has lighter blocks"]
+    return []
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
