@@ -138,6 +138,16 @@ def test_invariant_configs_know_nothing_of_the_batch(batch: int, page_size: int,
             assert cost.launches == 2
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120", "gfx942"])
+def test_invariant_configs_fit_with_their_pieces(arch: str) -> None:
+    gpu = Gpu.for_arch(arch)
+    problem = replace(
+        DECODE, batch_invariant=True, batch=3, seqlen_q=20, seqlen_k=4096, num_heads_kv=1, page_size=16, softcap=9.0
+    )
+    config = split_kv.default(problem, gpu)
+    assert config.pieces and split_kv.smem_bytes(problem, gpu, config) <= gpu.smem_per_block_bytes
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "dtype", "splits"),
     [(11, 9, "bfloat16", False), (8, 4, "bfloat16", True), (8, 5, "bfloat16", False), (1, 4, "float32", True)],
