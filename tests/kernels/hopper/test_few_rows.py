@@ -197,7 +197,7 @@ def test_it_compiles_without_spills_and_by_tensor_maps() -> None:
         "seqlen_q": 4, "causal": "bottom_right", "window_size": (500, -1), "softcap": 30.0, "has_sinks": True,
         "return_lse": True, "dtype": "float16",
     }  # fmt: skip
-    cases = (
+    cases: tuple[tuple[dict[str, Any], int, int, int], ...] = (
         (everything, 64, 2, 1), ({"head_dim": 72, "head_dim_v": 40, "page_size": 0}, 128, 1, 4),
         ({"head_dim": 256, "head_dim_v": 256, "page_size": 64}, 64, 3, 2), (everything | {"seqlen_q": 8}, 64, 3, 3),
         ({"seqlen_q": 5, "head_dim": 64, "head_dim_v": 64}, 64, 6, 1),
