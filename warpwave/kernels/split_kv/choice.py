@@ -305,7 +305,7 @@ def _by_few_warps(config: Config, call: Call) -> Config:
 def _by_map(config: Config, call: Call) -> Config:
     kind = call.kind
     # Instead of four stages, three of 128 keys at head_dim 64, with their splits, are 1.05 times as fast in the mean of
-    # 13 calls, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log), and three of 64 keys for 32 rows 1.003 to 1.21 times
+    # 13 calls, 0.95 to 1.33 (2026-11-26-h100-split-kv-stages.log), and three of 64 keys for 32 rows 1.01 to 1.22 times
     # in nine (2026-11-30-h200-decode-32-rows.json).
     stages = 4 if kind.block_n <= 64 and kind.wide <= 256 and kind.block_m == 16 else 3
     return changed(config, block_n=kind.block_n, num_stages=stages, by_map=True)

@@ -110,10 +110,13 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why hopper/flash_fwd is faster for few queries of many heads: its tiles of 128 rows read all keys half as
-    often. From pages it is 1.25 to 1.58 times as fast in four such calls (2026-11-28-h200-prefill-from-pages.json).
-    From contiguous keys it was not timed; FlashAttention-4 is 1.54 times as fast as this kernel with 12 queries of
-    eight heads on 113 x 4,357 keys (2026-11-30-h200-drawn-decode-2.jsonl)."""
+    """Returns why hopper/flash_fwd is faster for few queries of many heads: its tiles of 128 rows read all keys less
+    often, up to 128 rows half as often.
+
+    From pages it is 1.25 to 1.58 times as fast in four such calls (2026-11-28-h200-prefill-from-pages.json). From
+    contiguous keys it was not timed; FlashAttention-4 is 1.54 times as fast as this kernel with 12 queries of eight
+    heads on 113 x 4,357 keys (2026-11-30-h200-drawn-decode-2.jsonl).
+    """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     rows = problem.seqlen_q * heads
     tiles = -(-rows // LARGER_TILE) * (problem.num_heads_q // heads) * problem.batch
@@ -127,7 +130,7 @@ def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     fills = tiles >= LEAST_SHARE_OF_SMS * sms and tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM * sms
     if rows <= MOST_ROWS or not is_able or hides_keys or not fills:
         return []
-    return [f"each kv head has {rows} rows; tiles of {LARGER_TILE} read all keys half as often as tiles of {MOST_ROWS}"]
+    return [f"{rows} rows share tiles; tiles of {LARGER_TILE} rows read all keys less often than tiles of {MOST_ROWS}"]
 
 
 def _gains_by_two(problem: AttentionProblem, gpu: Gpu, config: Config, tiles: int) -> bool:

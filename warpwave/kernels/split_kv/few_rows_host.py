@@ -118,10 +118,10 @@ LONG = 1024  # fewest keys that were measured against other launches without sma
 # With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
 # blocks, several waves, end together (record 2026-11-28-h200-decode-splits.json).
 LATE, EVEN_SPLITS, LATE_STEPS = 1.1, 7, 128
-# Two blocks per multiprocessor instead of one (2026-11-30-h200-decode-32-rows.json): of few tiles, and of tiles of at
-# least EVENED_STEPS steps if rows are narrow, so that a tile has half of the bytes (1.00 to 1.29 times as fast in 11
-# calls at head_dim 64), or if two fill the multiprocessors by a sixth more (1.02 to 1.17 times in nine). The steps are
-# those of a cache's capacity: three splits of sequences of 2,048 keys are 0.90 times as fast as one.
+# Two blocks per multiprocessor instead of one (2026-11-30-h200-decode-32-rows.json): of few tiles; and of tiles of at
+# least EVENED_STEPS steps, if rows are narrow, so that a tile has half of the bytes (1.00 to 1.29 times as fast in 11
+# calls at head_dim 64), or if two fill the multiprocessors by a sixth more than one (1.02 to 1.17 times in nine). The
+# steps are those of a cache's capacity: three splits of sequences of 2,048 keys are 0.90 times as fast as one.
 FEW, EVENED_STEPS = 1 / 16, 64
 # Most splits of a tile, which one launch merges. A single tile of at least LONGEST_STEPS steps takes twice as many,
 # 1.17 times as fast at 131,072 keys; at 32,768 they would be 0.97 to 1.02 times as fast.
@@ -161,7 +161,7 @@ def tiling(
 
     Blocks of 32 rows (2026-11-30-h200-decode-32-rows.json): from pages of 16 and 32 0.96 to 1.47 times as fast in 21
     calls, 1.08 in the geometric mean. From larger pages and contiguous keys 0.97 to 1.11 times in eight calls, 1.05 in
-    the mean, and slower between LATE and UNEVEN: 0.94 at 24 x 5,001 keys.
+    the mean. Between LATE and UNEVEN they would be 0.94 (24 x 5,001 keys) to 1.06 times as fast.
     """
     sms, wide = gpu.assumed_sms, padded(problem.head_dim) + padded(problem.head_dim_v)
     small = 16 <= problem.page_size < KEYS
