@@ -314,7 +314,7 @@ def test_parts_of_32_rows_cost_as_much_as_their_bytes(change: dict[str, Any], nu
 @pytest.mark.parametrize("longest", [3, 64, 1000])
 def test_the_search_ends_with_the_least(of_tile: float, blocks: int, longest: int) -> None:
     for together in (0.0, 0.9):
-        of = splits.Pace(264, 132, 1.2, 0.1, 0.0, 2.4, 1 / 30, of_tile, together)
+        of = splits.Pace(264, 132, 1.2, 0.1, 0.0, 2.4, of_tile, together)
         steps = [splits._steps(s, 0, blocks, longest, 132, of) for s in range(1, min(splits.MAX_SPLITS, longest) + 1)]
         assert steps[splits._soonest(0, blocks, longest, 132, of) - 1] == min(steps)
 

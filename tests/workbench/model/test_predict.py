@@ -25,9 +25,10 @@ from warpwave.workbench.explain.recorded_time import config_of
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, resolve
 from warpwave.workbench.model import published
 from warpwave.workbench.model.calibration import FOLDER, Constants, calibrations, constant_of, read, residuals, write
+from warpwave.workbench.model.padding import padding
 from warpwave.workbench.model.predict import Prediction, predict
 from warpwave.workbench.model.schedule import lateness
-from warpwave.workbench.model.steps import LOSSES, Steps, _padding, blocks_per_sm
+from warpwave.workbench.model.steps import LOSSES, Steps, blocks_per_sm
 from warpwave.workbench.report import shipped
 
 H200 = resolve("h200")
@@ -120,7 +121,7 @@ def test_padding_is_split_by_its_reason() -> None:
 
     def split(**changes: Any) -> tuple[float, float, float]:
         p = _problem(**changes)
-        found = _padding(p, flash_fwd, config, H200, flash_fwd.cost(p, H200, config))
+        found = padding(p, flash_fwd, config, H200, flash_fwd.cost(p, H200, config), gradients=False)
         return found.heads, found.hidden, found.ragged
 
     assert split(head_dim=80, head_dim_v=80) == pytest.approx((128 / 80, 1, 1))

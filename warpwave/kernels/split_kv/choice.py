@@ -47,8 +47,6 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     """Returns the first of `configs`, of a problem that has one, without listing the others."""
     tiling = _decided(problem, gpu)[0].config
-    if problem.batch_invariant:  # pieces take shared memory too
-        tiling = with_splits(problem, gpu, tiling)
     while smem_bytes(problem, gpu, tiling) > gpu.smem_per_block_bytes:
         tiling = _smaller(tiling)
     return _shallow(problem, gpu, with_splits(problem, gpu, tiling))

@@ -6,7 +6,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
-from warpwave.kernels.hopper.shared_tiles import LEAST_KEYS_PER_SM, LEAST_SHARE_OF_SMS, heads_of_tile
+from warpwave.kernels.hopper.shared_tiles import LEAST_KEYS_PER_SM, LEAST_SHARE_OF_SMS, heads_of_tile, query_tiles
 from warpwave.kernels.split_kv.choice import (
     LARGEST_TILE,
     default,
@@ -118,8 +118,7 @@ def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     heads on 113 x 4,357 keys (2026-11-30-h200-drawn-decode-2.jsonl).
     """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
-    rows = problem.seqlen_q * heads
-    tiles = -(-rows // LARGER_TILE) * (problem.num_heads_q // heads) * problem.batch
+    rows, tiles = problem.seqlen_q * heads, query_tiles(problem, LARGER_TILE, heads)
     is_able = (
         gpu.vendor == "nvidia"
         and gpu.capability == 90

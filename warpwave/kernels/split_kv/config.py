@@ -73,7 +73,7 @@ def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     # Page ids of the next tile change layout. Barriers and reductions over warps take the rest.
     more = 1024 + (16 * config.block_n if problem.page_size else 0)
     more += 8 * config.block_m * config.num_warps
-    if config.pieces:  # their accumulators are stored inside the loop and need a layout change in shared memory
+    if config.pieces or problem.batch_invariant:  # accumulators that the loop stores change layout in shared memory
         more += 4 * config.block_m * block_dv
     if problem.dtype_kv:  # the factors of keys in flight, and the largest weight of each row
         more += 16 * config.block_n * config.num_stages + 8 * config.block_m * config.num_warps

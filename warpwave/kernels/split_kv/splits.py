@@ -54,8 +54,7 @@ class Pace(NamedTuple):
     hidden_start: float
     drift: float
     merge: float
-    part: float  # to merge one more part
-    part_of_tile: float  # in addition, for each tile of rows, if parts are large
+    part_of_tile: float  # to merge one more part of a tile of rows, beyond 1 / PARTS_PER_STEP, if parts are large
     together: float  # if memory alone sets the pace and concurrent blocks end together: the fraction of the saturating
     # blocks that is enough; else 0
 
@@ -128,14 +127,14 @@ def pace(problem: AttentionProblem, gpu: Gpu, config: Config, few: bool) -> Pace
             saturating = SATURATING_OF_64_ROWS
         return Pace(
             sms * blocks, round(sms * min(blocks, saturating)), START_STEPS + more, HIDDEN_START_STEPS + more, DRIFT,
-            MERGE_STEPS, 1 / PARTS_PER_STEP, of_tile, 0.0,
+            MERGE_STEPS, of_tile, 0.0,
         )  # fmt: skip
     tile = config.block_n * (padded(problem.head_dim) + padded(problem.head_dim_v)) * DTYPE_BYTES[problem.dtype]
     saturating = min(blocks, max(1, round(MAPPED_BYTES / (tile * tiles_in_flight(config)))))
     step = saturating * tile / MAPPED_STEP_BYTES
     return Pace(
         sms * blocks, sms * saturating, MAPPED_START_STEPS / step, MAPPED_HIDDEN_START_STEPS / step, 0.0,
-        MERGE_STEPS / step, 1 / PARTS_PER_STEP, of_tile / step,
+        MERGE_STEPS / step, of_tile / step,
         MAPPED_ENOUGH_SMALL if config.num_warps == 2 and not few else MAPPED_ENOUGH,
     )  # fmt: skip
 
@@ -186,7 +185,7 @@ def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
 
 def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> float:
     """Returns steps(S) of `choose_splits`."""
-    places, saturating, start, hidden_start, drift, merge, part, part_of_tile, together = of
+    places, saturating, start, hidden_start, drift, merge, part_of_tile, together = of
     each = -(-longest // s)
     waves, rest = divmod(blocks * s, places)
     if together:
@@ -198,7 +197,7 @@ def _steps(s: int, pieces: int, blocks: int, longest: int, sms: int, of: Pace) -
     total += max(0, blocks * s - places) / saturating * (each + hidden_start)
     if waves and rest:
         total += (UNEVEN / waves * max(0, saturating - rest) / saturating + drift) * each
-    return total + (merge + (pieces or s) * (part + blocks * part_of_tile) if s > 1 or pieces else 0)
+    return total + (merge + (pieces or s) * (1 / PARTS_PER_STEP + blocks * part_of_tile) if s > 1 or pieces else 0)
 
 
 @lru_cache(4096)
@@ -218,7 +217,7 @@ def _soonest(pieces: int, blocks: int, longest: int, sms: int, of: Pace) -> int:
         beyond = blocks * s - places
         if beyond < 0 and each == before:
             continue
-        merging = (pieces or s) * (of.part + blocks * of.part_of_tile)
+        merging = (pieces or s) * (1 / PARTS_PER_STEP + blocks * of.part_of_tile)
         if beyond >= 0 and least + beyond / saturating * of.hidden_start + merging > fewest:
             break
         before, steps = each, _steps(s, pieces, blocks, longest, sms, of)

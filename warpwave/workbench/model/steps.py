@@ -19,6 +19,7 @@ from warpwave.workbench.hardware.catalog import DataSheet
 from warpwave.workbench.hardware.occupancy import occupancy
 from warpwave.workbench.model import compiled
 from warpwave.workbench.model.calibration import Constants, Machine, constant_of, machine
+from warpwave.workbench.model.padding import padding
 from warpwave.workbench.model.roofline import (
     FLOAT32_PATHS,
     Path,
@@ -88,18 +89,6 @@ class Traffic:
     capacity: float
 
 
-@dataclass(frozen=True)
-class _Padding:
-    """Factors of excess products: scores computed again (`again`, and `again_exp` of their exponentials), padded
-    columns (`heads`), hidden pairs, and ragged ends of sequences."""
-
-    again: float
-    again_exp: float
-    heads: float
-    hidden: float
-    ragged: float
-
-
 class Steps:
     """One prediction of the time of a call.
 
@@ -125,7 +114,7 @@ class Steps:
         work = problem.work(is_backward)
         self.flops, self.exponentials, self.least = work.flops, work.exponentials, work.compulsory_bytes
         self.path = path_of(problem, kernel, gpu, where.sheet)
-        self.padding = _padding(problem, kernel, config, gpu, cost)
+        self.padding = padding(problem, kernel, config, gpu, cost, computes_gradients(kernel))
         aligned = machine(where.sheet, kernel.NAME, aligned_loop(cost.loop), where.calibration)
         self.aligned = aligned.constants if where.fitted and aligned.fitted else where.constants
         parts = cost.parts or (cost,)
@@ -564,47 +553,6 @@ def aligned_loop(loop: str) -> str:
 def computes_gradients(kernel: Any) -> bool:
     """Returns whether a module is one of gradients: `dispatch.GRADIENT_KERNELS`, and those of other kernels' own."""
     return hasattr(kernel, "GRADIENTS")
-
-
-def _padding(problem: AttentionProblem, kernel: Any, config: Any, gpu: Gpu, cost: Cost) -> _Padding:
-    """Splits a kernel's excess products into factors, by evaluating its `cost` on simpler calls."""
-    if not cost.flops:
-        return _Padding(1.0, 1.0, 1.0, 1.0, 1.0)
-    again = cost.flops / (cost.flops - cost.repeated_flops)
-    again_exp = cost.exponentials / max(1, cost.exponentials - cost.repeated_exponentials)
-    whole = replace(
-        problem,
-        batch=1,
-        seqlen_q=1536,  # a multiple of every block_m and block_n
-        seqlen_k=1536,
-        num_heads_q=1,
-        num_heads_kv=1,
-        causal=None,
-        window_size=(-1, -1),
-        mask_shape=None,
-        mask_visible_pairs=None,
-        bias_shape=None,
-        packed=False,
-        total_q=0,
-        total_k=0,
-        lengths=None,
-        page_size=0,
-    )
-
-    def padded(of: AttentionProblem, found: Cost) -> float:
-        """Returns the products that are computed once, over those of visible pairs."""
-        return (found.flops - found.repeated_flops) / of.work(computes_gradients(kernel)).flops
-
-    heads = max(1.0, padded(whole, kernel.cost(whole, gpu, config)))
-    total = max(1.0, padded(problem, cost) / heads)
-    if not problem.has_band:
-        if problem.mask_visible_pairs is None:
-            return _Padding(again, again_exp, heads, 1.0, total)
-        shown = replace(problem, mask_visible_pairs=None).visible_pairs / max(1, problem.visible_pairs)
-        return _Padding(again, again_exp, heads, min(total, shown), max(1.0, total / shown))
-    bare = replace(problem, causal=None, window_size=(-1, -1), mask_shape=None, mask_visible_pairs=None)
-    ragged = min(total, max(1.0, padded(bare, kernel.cost(bare, gpu, config)) / heads))
-    return _Padding(again, again_exp, heads, total / ragged, ragged)
 
 
 def _missing(wanted: float, capacity: float) -> float:
