@@ -95,17 +95,14 @@ def test_blocks_that_own_keys_come_in_their_order() -> None:
     assert launch_order_by_keys(huge, 64, 16) == ()
 
 
-def test_gradients_that_no_block_writes_are_filled_first() -> None:
+def test_gradients_that_no_block_writes_take_a_launch() -> None:
     packed = replace(PLAIN, packed=True, total_q=1024, total_k=1024, lengths=((512, 512),) * 2)
     hidden = replace(PLAIN, causal=Causal(), seqlen_q=512, seqlen_k=300)  # the first queries see nothing
-    filled = 2 * 2 * 4 * 64 * (512 + 2 * 512), 2 * 2 * 4 * 64 * (512 + 2 * 300)
-    for problem, module, launches, size in (
-        (packed, hopper_flash_bwd, 4, filled[0]), (packed, flash_bwd, 5, filled[0]),
-        (hidden, hopper_flash_bwd, 4, filled[1]),
+    for problem, module, launches in (
+        (packed, hopper_flash_bwd, 4), (packed, flash_bwd, 3), (hidden, hopper_flash_bwd, 4), (hidden, flash_bwd, 2),
+        (PLAIN, hopper_flash_bwd, 3), (PLAIN, flash_bwd, 2),
     ):  # fmt: skip
-        found = costs(problem, module)
-        assert found.launches == launches and found.parts[0].write_bytes == size
-    assert costs(PLAIN, hopper_flash_bwd).launches == 3 and costs(hidden, flash_bwd).launches == 2
+        assert costs(problem, module).launches == launches
 
 
 # Products, and what is computed again ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, walk, walk_by_
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 STATISTICS_BYTES = 8  # log-sum-exp and delta of a row, float32
+ZEROS = Cost(0, 0, 0, 0, 0, launches=1)  # of prepass/zero_unwritten.py, which is taken to zero no token
 
 
 def of_queries(problem: AttentionProblem, block_m: int, block_n: int, widths: tuple[int, int], walks: int = 1) -> Cost:
@@ -93,15 +94,6 @@ def of_keys(
         walked_bytes=size * group * problem.seqlen_q * width,
         walked_heads=problem.batch * problem.num_heads_kv,
     )
-
-
-def of_zeros(problem: AttentionProblem, launches: int) -> Cost:
-    """Returns the cost of filling the gradients of q, k and v with zeros."""
-    width = problem.head_dim + problem.head_dim_v
-    written = DTYPE_BYTES[problem.dtype] * (
-        problem.rows * problem.num_heads_q * problem.head_dim + keys_of(problem) * width
-    )
-    return Cost(0, 0, 0, 0, written, first_bytes=written, launches=launches)
 
 
 def of_rows(blocks: int, read_bytes: int, write_bytes: int, scratch_bytes: int, threads: int) -> Cost:

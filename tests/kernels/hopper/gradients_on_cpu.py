@@ -55,10 +55,9 @@ def on_cpu(
         if tensor is not None:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
     tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
-    for alike in kernel.to_zero(tensors, kernel.has_hidden_rows(problem)):
-        torch._foreach_zero_(alike)
     tensors = kernel.with_bias(problem, tensors, more)
     if workspace.hidden.q is not None:
+        torch._foreach_zero_(workspace.hidden.flags)
         for step in hidden.steps(problem, tensors, of):
             launch.bind(step.launch)(*step.launch.tensors)
     if more:

@@ -15,7 +15,7 @@ from tests.conformance.cases import PLAIN, Call, upstream
 from tests.marks import needs_triton
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper import flash_bwd
-from warpwave.kernels.hopper.flash_bwd import kernel, split_rows
+from warpwave.kernels.hopper.flash_bwd import kernel, split_launch, split_rows
 from warpwave.kernels.hopper.flash_bwd.launches import Tensors, Workspace
 from warpwave.runtime import launch
 from warpwave.workbench.verify.reference import oracle
@@ -45,7 +45,7 @@ def written(call: Call, dout: Tensor, dlse: Tensor, of: Call | None = None) -> t
         if tensor is not None:
             tensor.fill_(torch.nan)
     tensors = Tensors(call.operands, out, lse, dout, dlse, workspace, *grads)
-    for step in flash_bwd.specify(problem, H200, tensors, config)[:2]:
+    for step in split_launch.steps(problem, H200, tensors, config)[:2]:
         launch.bind(step.launch)(*step.launch.tensors)
     return workspace, out, lse
 

@@ -31,7 +31,7 @@ from warpwave.kernels.flash_bwd.config import (
     smem_of_tile,
     walked_of,
 )
-from warpwave.kernels.gradient_costs import cell_bytes, keys_of, of_keys, of_queries, of_rows, of_zeros
+from warpwave.kernels.gradient_costs import ZEROS, cell_bytes, keys_of, of_keys, of_queries, of_rows
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 LAUNCHES_OF_KEYS = {  # split_dkv -> (products, those that an earlier launch has computed) of each launch
@@ -49,19 +49,14 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     """
     if walked := walked_of(problem, config):
         return _one_side(problem, gpu, config, walked)
+    zeros = [ZEROS] if problem.packed else []
     if config.joint:
-        return in_turn([*_zeros(problem), _joint(problem, gpu, config.dq)], workspace_bytes=0)
+        return in_turn([*zeros, _joint(problem, gpu, config.dq)], workspace_bytes=0)
     rows = problem.rows * problem.num_heads_q
-    parts = _zeros(problem)
-    parts.append(_of_queries(problem, gpu, config.dq))
+    parts = [*zeros, _of_queries(problem, gpu, config.dq)]
     for products, repeats in LAUNCHES_OF_KEYS[config.split_dkv]:
         parts.append(_of_keys(problem, gpu, config.dkv, products, repeats))
     return in_turn(parts, workspace_bytes=8 * rows)
-
-
-def _zeros(problem: AttentionProblem) -> list[Cost]:
-    """Returns the cost of zeros in the gradients of packed tokens, of which some may belong to no sequence."""
-    return [of_zeros(problem, launches=3)] if problem.packed else []
 
 
 def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:

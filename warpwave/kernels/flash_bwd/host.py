@@ -17,7 +17,6 @@ Bound: tensor cores for long sequences, exponentials at head_dim 64 and below, l
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -129,16 +128,11 @@ def _of_nothing(
 def _allocator(
     problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, wanted: Sequence[bool], config: Config
 ) -> Callable[[], Outputs]:
-    """Returns `allocate()`. Gradients of packed tokens begin as zeros: some may belong to no sequence."""
-    device = operands.q.device
-
-    def maker(t: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if problem.packed:
-            return functools.partial(torch.zeros, t.shape, dtype=t.dtype, device=device)
-        return scratch.maker(t.shape, t.dtype, device)
-
-    sources = (*operands[:3], operands.bias)
-    makers = [maker(t) if want else None for t, want in zip(sources, wanted, strict=False)]
+    """Returns `allocate()`."""
+    device, sources = operands.q.device, (*operands[:3], operands.bias)
+    makers = [
+        scratch.maker(t.shape, t.dtype, device) if want else None for t, want in zip(sources, wanted, strict=False)
+    ]
     rows = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     of_heads = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // config.dq.block_m))
     needs: dict[str, scratch.Need] = {}

@@ -31,6 +31,7 @@ from warpwave.kernels.flash_bwd.dq import flash_bwd_dq_kernel
 from warpwave.kernels.flash_bwd.joint import flash_bwd_joint_kernel
 from warpwave.kernels.flash_bwd.one_side import flash_bwd_one_side_kernel
 from warpwave.kernels.flash_bwd.parts import flash_bwd_add_parts_kernel
+from warpwave.kernels.prepass import zero_unwritten
 from warpwave.operands import AnyOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
@@ -85,7 +86,7 @@ def specify(
     launches = _Launches(problem, gpu, operands, results, dout, dlse, outputs, config)
     if walked_of(problem, config):
         return tuple(launches.of_one_side())
-    return tuple(launches.joint() if config.joint else launches.apart())
+    return (*launches.zeros(), *(launches.joint() if config.joint else launches.apart()))
 
 
 def tensors_of(
@@ -106,9 +107,10 @@ def tensors_of(
         absent = [None] * (2 - len(added))
         of_parts = (*(parts for parts, _ in added), *absent, *(gradient for _, gradient in added), *absent)
         return [(*shared, lse, out, dlse, *_shared(outputs)), *([of_parts] if added else [])]
+    zeros = [(dq, dk, dv, cu_seqlens_q, cu_seqlens_k)] if problem.packed else []
     if config.joint:
-        return [(*shared, dlse, sinks, dq, dk, dv, _sums_of_bias(outputs), of_slopes, of_sinks)]
-    found: list[tuple[Any, ...]] = [(*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
+        return [*zeros, (*shared, dlse, sinks, dq, dk, dv, _sums_of_bias(outputs), of_slopes, of_sinks)]
+    found: list[tuple[Any, ...]] = [*zeros, (*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
     found += ((*shared, statistics, *pair) for pair in _launches_of_keys(config, dk, dv))
     if (sums := _sums_of_bias(outputs)) is not None:
         found.append((*shared, statistics, sums))
@@ -222,6 +224,12 @@ class _Launches:
                 constants={"BLOCK": PARTS_AT_ONCE},
                 options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
             )
+
+    def zeros(self) -> Iterator[launch.Launch]:
+        """Yields the launch that zeroes gradients of packed tokens, of which some may belong to no sequence."""
+        if self.problem.packed:
+            given = next(self.tensors)
+            yield zero_unwritten.specify(self.problem, given[:3], given[3:])
 
     def joint(self) -> Iterator[launch.Launch]:
         """Yields the joint launch whose tile holds a sequence."""

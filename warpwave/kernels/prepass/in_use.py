@@ -39,25 +39,46 @@ def item_of_slot(slot, cu_seqlens_ptr, total, batch, BLOCK_ROWS: tl.constexpr):
 
 
 @jit
+def seen_by_position(length_q, length_k, window: Window, IS_KEYS: tl.constexpr):
+    """Returns [begin, end): the keys of a sequence that some query sees, or the queries that see some key, by the
+    positional mask alone, as in hopper/visible.py. (0, 0) if there are none."""
+    high = length_k - length_q + window.right
+    if window.TOP_LEFT:
+        high = tl.minimum(high, 0)
+    low = length_k - length_q - window.left
+    begin = 0
+    if IS_KEYS:
+        end = length_k
+        if window.HAS_HIGH:
+            end = tl.minimum(end, length_q + high)
+        if window.HAS_LOW:
+            begin = tl.maximum(low, 0)
+        sees = length_q > 0
+    else:
+        end = length_q
+        if window.HAS_HIGH:
+            begin = tl.maximum(-high, 0)
+        if window.HAS_LOW:
+            end = tl.minimum(end, length_k - low)
+        sees = length_k > 0
+    sees &= begin < end
+    if window.HAS_LOW and window.TOP_LEFT:  # the window may lie past the causal edge of every query
+        sees &= low <= high
+    return tl.where(sees, begin, 0), tl.where(sees, end, 0)
+
+
+@jit
 def rows_in_use(item, sequences: Sequences, window: Window, IS_KEYS: tl.constexpr):
-    """Returns where a sequence begins, and its rows in use [low_row, high_row): for keys those that some query sees, as
-    in hopper/visible.py."""
+    """Returns where a sequence begins, and its rows in use [low_row, high_row): all queries, and the keys that some
+    query sees."""
     begin_q, length_q = begin_and_length(
         sequences.cu_seqlens_q_ptr, item, sequences.seqlen_q, sequences.total_q, sequences.IS_VARLEN
     )
     if IS_KEYS:
-        begin, length = begin_and_length(
+        begin, length_k = begin_and_length(
             sequences.cu_seqlens_k_ptr, item, sequences.seqlen_k, sequences.total_k, sequences.IS_VARLEN
         )
-        low_row = 0
-        high_row = length
-        if window.HAS_LOW:
-            low_row = tl.minimum(tl.maximum(length - length_q - window.left, 0), length)
-        if window.HAS_HIGH:
-            high = length - length_q + window.right
-            if window.TOP_LEFT:
-                high = tl.minimum(high, 0)
-            high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)
+        low_row, high_row = seen_by_position(length_q, length_k, window, True)
         return begin, low_row, high_row
     else:
         return begin_q, 0, length_q

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from warpwave.gpu import Gpu
 from warpwave.kernels.cost import Cost, in_turn, launch_order_by_keys
-from warpwave.kernels.gradient_costs import STATISTICS_BYTES, keys_of, of_keys, of_queries, of_rows, of_zeros
+from warpwave.kernels.gradient_costs import STATISTICS_BYTES, ZEROS, keys_of, of_keys, of_queries, of_rows
 from warpwave.kernels.hopper.flash_bwd import hidden, split_launch, split_rows, sum_splits
 from warpwave.kernels.hopper.flash_bwd.config import (
     GROUP_ROWS,
@@ -50,7 +50,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     first = of_rows(tiles, rows * (2 * size * problem.head_dim_v + 4), statistics, statistics, threads)
     divided, added, ends = _of_splits(problem, config)
     workspace += added
-    zeros = (of_zeros(divided, launches=1),) if has_hidden_rows(problem) else ()
+    zeros = (ZEROS,) if has_hidden_rows(problem) else ()
     if problem.bias_shape is not None:
         zeros = (*zeros, _of_hidden_by_bias(problem))
     if problem.mask_shape is not None:
@@ -135,7 +135,7 @@ def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     read = size * (rows * (both + problem.head_dim_v) + keys * both)
     split = of_rows(query_blocks + key_blocks, read, workspace, workspace, 256)
     divided, added, ends = _of_splits(problem, config)
-    zeros = (of_zeros(divided, launches=1),) if has_hidden_rows(problem) else ()
+    zeros = (ZEROS,) if has_hidden_rows(problem) else ()
     main = (
         replace(walk, scratch_bytes=walk.read_bytes)
         for walk in (_of_queries(problem, gpu, config), _of_keys(divided, gpu, config))

@@ -1,8 +1,9 @@
 """Host code of `hopper/flash_bwd`: what its launches share, and the order in which they run.
 
-The launches that read a mask or a bias come first (hidden.py), then the statistics of rows. Then either one launch
-makes all gradients and another dQ from its sums (joint_launch.py), or one makes dK and dV and another dQ
-(apart_launch.py). In float32 a launch that splits operands computes the statistics (split_launch.py).
+The launches that read a mask or a bias come first (hidden.py), then one that zeroes what no other launch writes, and the
+statistics of rows. Then either one launch makes all gradients and another dQ from its sums (joint_launch.py), or one
+makes dK and dV and another dQ (apart_launch.py). In float32 a launch that splits operands computes the statistics
+(split_launch.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     divided_tail,
     dq_columns,
     group_splits,
-    has_hidden_rows,
     scheduled_blocks,
     steps_of_dq,
 )
@@ -85,7 +85,6 @@ def bind(
     allocate_left = [s and maker(s, dtype, device) for s, dtype in zip(shapes, _DTYPES, strict=True)]
     hides = problem.mask_shape is not None or problem.bias_shape is not None
     allocate_hidden: list[Callable[[], torch.Tensor] | None] = []  # made in the first call
-    zeroed = has_hidden_rows(problem)
     allocate_grads = [maker(tuple(t.shape), t.dtype, device) for t in operands[:3]]
     before, plain, with_dlse = _Bound(), _Bound(), _Bound()
 
@@ -104,9 +103,8 @@ def bind(
                 allocate_hidden[:] = [need and maker(*need, device) for need in hidden.needs(problem, config, keys)]
             workspace = workspace._replace(hidden=Hidden(*(f and f() for f in allocate_hidden)))
             tensors = tensors._replace(workspace=workspace)
-        for alike in to_zero(tensors, zeroed) if zeroed or hides else ():
-            torch._foreach_zero_(alike)
         if hides:
+            torch._foreach_zero_(workspace.hidden.flags)
             before.run(tensors, lambda: hidden.steps(problem, tensors, config))
         if wants_slopes:
             tensors = with_slopes(problem, tensors)
@@ -119,16 +117,6 @@ def bind(
         return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
     return run
-
-
-def to_zero(tensors: Tensors, has_hidden_rows: bool) -> list[list[torch.Tensor]]:
-    """Returns what must be zero before the launches, in lists of one dtype, each of which torch zeroes at once: flags,
-    and gradients that no block writes."""
-    dq, of_keys = tensors.dq, list(tensors.of_keys)
-    found = [tensors.workspace.hidden.flags]
-    if has_hidden_rows:
-        found += [[dq, *of_keys]] if of_keys[0].dtype == dq.dtype else [[dq], of_keys]
-    return [alike for alike in found if alike]
 
 
 def with_bias(problem: AttentionProblem, tensors: Tensors, is_wanted: bool) -> Tensors:
@@ -205,11 +193,12 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def specify(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches from tensors, which may be without memory (device "meta") if they are only compiled."""
-    sums = launches.sums_of_splits(problem, tensors, config)
+    zeros, sums = launches.zeros(problem, tensors), launches.sums_of_splits(problem, tensors, config)
     if problem.dtype == "float32":
-        return [*split_launch.steps(problem, gpu, tensors, config), *sums]
+        return [*zeros, *split_launch.steps(problem, gpu, tensors, config), *sums]
     of = joint_launch if config.is_joint else apart_launch
-    return [launches.statistics(problem, tensors, config), *of.steps(problem, gpu, tensors, config), *sums]
+    statistics = launches.statistics(problem, tensors, config)
+    return [*zeros, statistics, *of.steps(problem, gpu, tensors, config), *sums]
 
 
 def example(problem: AttentionProblem, config: Config, device: Any) -> tuple[Workspace, tuple[torch.Tensor, ...]]:

@@ -15,11 +15,12 @@ from warpwave.kernels.hopper.flash_bwd.config import (
     Config,
     divided_tail,
     group_splits,
+    has_hidden_rows,
     is_broad,
     scheduled_blocks,
     steps_of_dq,
 )
-from warpwave.kernels.prepass import mask_bits
+from warpwave.kernels.prepass import mask_bits, zero_unwritten
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
@@ -313,6 +314,17 @@ def constants_of(problem: AttentionProblem, splits: int = 1, ascends: bool = Fal
         "HAS_MASK": problem.mask_shape is not None,
         "MASK_PER_STEP": mask_per_step(problem),
     }
+
+
+def zeros(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
+    """Returns the launch that zeroes the gradients of queries and keys that no block writes; none if there are none."""
+    if not has_hidden_rows(problem):
+        return []
+
+    def given(t: Tensors) -> tuple[Any, ...]:
+        return t.dq, *t.of_keys, *t.offsets
+
+    return [Step(zero_unwritten.specify(problem, given(tensors)[:3], tensors.offsets), given)]
 
 
 def statistics(problem: AttentionProblem, tensors: Tensors, config: Config) -> Step:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from warpwave.kernels.groups import Sequences, Window
+from warpwave.kernels.prepass.in_use import begin_and_length, item_of_slot, seen_by_position
 from warpwave.kernels.primitives import LOG2_E
 from warpwave.runtime.parameters import Specialized
 from warpwave.runtime.triton_or_stub import jit, tl
@@ -31,14 +32,6 @@ class TokenStrides(NamedTuple):
 
 
 @jit
-def _clamped(cu_seqlens_ptr, b, total):
-    """Returns begin and length of packed sequence b, clamped to the tensor."""
-    begin = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b), 0), total)
-    end = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + b + 1), begin), total)
-    return begin, end - begin
-
-
-@jit
 def place_of(place, sequences: Sequences, batch, window: Window, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr):
     """Returns the position of tile `place`: the first row and the number of queries of its sequence, the queries that
     see a key, [q_begin, q_end), the tile's number in the sequence, negative if it belongs to none, the number of the
@@ -49,31 +42,12 @@ def place_of(place, sequences: Sequences, batch, window: Window, BLOCK_M: tl.con
     seqlen_q = sequences.seqlen_q
     seqlen_k = sequences.seqlen_k
     if sequences.IS_VARLEN:
-        # As in scheduler.packed_tile: the last sequence whose places begin here or before.
-        before = 0
-        for first in range(0, batch, 128):
-            b = first + tl.arange(0, 128)
-            offsets = tl.load(sequences.cu_seqlens_q_ptr + b, mask=b < batch, other=0)
-            offsets = tl.minimum(tl.maximum(offsets, 0), sequences.total_q)
-            before += tl.sum(((offsets // BLOCK_M + b <= place) & (b < batch)).to(tl.int32), 0)
-        item = tl.maximum(before - 1, 0)
-        begin, seqlen_q = _clamped(sequences.cu_seqlens_q_ptr, item, sequences.total_q)
-        _, seqlen_k = _clamped(sequences.cu_seqlens_k_ptr, item, sequences.total_k)
-        tile = place - (begin // BLOCK_M + item)
-    q_begin = 0
-    q_end = seqlen_q
-    if window.HAS_HIGH:
-        high = seqlen_k - seqlen_q + window.right
-        if window.TOP_LEFT:
-            high = tl.minimum(high, 0)
-        q_begin = tl.minimum(tl.maximum(-high, 0), seqlen_q)
-    if window.HAS_LOW:
-        q_end = tl.maximum(tl.minimum(q_end, seqlen_q + window.left), q_begin)
-    if window.HAS_LOW and window.TOP_LEFT:  # as in band.band_of
-        q_end = tl.where(seqlen_k - seqlen_q - window.left > high, q_begin, q_end)
-    q_seen = q_begin
-    q_begin = q_begin // ALIGN * ALIGN
-    q_end = tl.where(seqlen_k > 0, q_end, q_begin)
+        item, first_place = item_of_slot(place, sequences.cu_seqlens_q_ptr, sequences.total_q, batch, BLOCK_M)
+        tile = place - first_place
+        begin, seqlen_q = begin_and_length(sequences.cu_seqlens_q_ptr, item, 0, sequences.total_q, True)
+        _, seqlen_k = begin_and_length(sequences.cu_seqlens_k_ptr, item, 0, sequences.total_k, True)
+    q_seen, q_end = seen_by_position(seqlen_q, seqlen_k, window, False)
+    q_begin = q_seen // ALIGN * ALIGN
     return begin, seqlen_q, q_begin, q_end, tile, item, q_seen
 
 
