@@ -173,7 +173,7 @@ def test_prompts_are_split_only_if_each_split_has_an_sm(batch: int, heads: int, 
         ({}, (64, 2, 3)),  # few tiles, split over all SMs
         ({"seqlen_k": 1024}, (128, 4, 2)),  # a tile of keys for each share
         ({"batch": 12, "seqlen_k": 2048}, (64, 4, 3)),
-        ({"batch": 12, "seqlen_k": 900}, (64, 2, 3)),  # 96 tiles of rows, or 48, leave SMs idle
+        ({"batch": 11, "seqlen_k": 900}, (64, 2, 3)),  # 88 tiles of rows, or 48, leave SMs idle
         ({"batch": 6, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
         ({"batch": 20, "seqlen_k": 1024}, (64, 4, 2)),
         ({"batch": 8}, (128, 4, 3)),  # in two shares 64 do not
@@ -253,7 +253,7 @@ def test_long_keys_of_tiles_that_would_end_late_are_split(batch: int, seqlen_k: 
         ({"batch": 8, "seqlen_k": 4096, "seqlen_q": 8}, (64, 3, 2)),
         ({"seqlen_k": 1024, "seqlen_q": 8, "head_dim_v": 64}, (128, 1, 8)),
         ({"batch": 4, "seqlen_k": 4096, "head_dim_v": 64}, (64, 2, 4)),  # as at head_dim 128
-        ({"batch": 16, "seqlen_k": 2048, "head_dim": 64, "head_dim_v": 64}, (64, 6, 1)),  # two would be short
+        ({"batch": 16, "seqlen_k": 2048, "head_dim": 64, "head_dim_v": 64}, (128, 3, 1)),  # tiles of as many bytes
     ],
 )
 @pytest.mark.parametrize("page_size", [16, 32])
@@ -264,6 +264,40 @@ def test_small_pages_come_by_roles(change: dict[str, Any], tile: tuple[int, int,
     assert split_kv.smem_bytes(problem, H200, config) <= H200.smem_per_block_bytes
     for other in (replace(Gpu.for_arch("sm_80"), num_sms=108), Gpu.for_arch("sm_100"), Gpu.for_arch("gfx942")):
         assert not split_kv.configs(problem, other)[0].roles, "not measured there"
+
+
+NARROW: dict[str, Any] = {"head_dim": 64, "head_dim_v": 64, "page_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({"batch": 12, "seqlen_k": 129}, (64, 3)),
+        ({"batch": 12, "seqlen_k": 128}, None),  # all keys are one step
+        ({"batch": 11, "seqlen_k": 960}, None),
+        ({"batch": 33, "seqlen_k": 961}, (64, 3)),
+        ({"batch": 34, "seqlen_k": 961}, None),
+        ({"batch": 34, "seqlen_k": 960}, (64, 3)),
+        ({"batch": 200, "seqlen_k": 960}, (64, 3)),
+        ({"batch": 8, "seqlen_k": 960, "page_size": 128}, (64, 2)),  # 64 tiles of rows for 132 SMs
+        ({"batch": 8, "seqlen_k": 961, "page_size": 128}, None),
+        ({"batch": 8, "seqlen_k": 128, "page_size": 128}, None),
+        ({"batch": 7, "seqlen_k": 960, "page_size": 128}, None),
+        ({"batch": 19, "seqlen_q": 8, "seqlen_k": 960}, None),  # some of 152 tiles of 32 rows would end late
+        ({"batch": 12, **NARROW}, (128, 3)),
+        ({"batch": 12, "seqlen_k": 100, **NARROW}, (128, 3)),
+        ({"batch": 33, "seqlen_q": 8, **NARROW}, (128, 3)),
+        ({"batch": 34, **NARROW}, None),
+        ({"batch": 34, "seqlen_k": 900, **NARROW}, None),
+        ({"batch": 11, **NARROW}, None),
+        ({"batch": 12, **NARROW, "page_size": 128}, None),
+        ({"batch": 12, **NARROW, "page_size": 0}, None),
+    ],
+)
+def test_which_whole_tiles_of_rows_come_by_roles(change: dict[str, Any], tile: tuple[int, int] | None) -> None:
+    config = split_kv.default(replace(DECODE, **change), H200)
+    assert config.roles == (tile is not None)
+    assert tile is None or (config.block_n, config.num_stages) == tile
 
 
 @pytest.mark.parametrize(
@@ -320,9 +354,8 @@ def test_the_search_ends_with_the_least(of_tile: float, blocks: int, longest: in
 
 
 def test_launches_of_few_rows_begin_ahead_from_pages_too() -> None:
-    chunk = {"seqlen_q": 500, "page_size": 64}
-    for change, ahead in (({"page_size": 64}, True), ({"page_size": 16}, True), (chunk, False)):
-        assert split_kv.configs(replace(DECODE, **change), H200)[0].launched_ahead == ahead  # type: ignore[arg-type]
+    for change in ({"page_size": 64}, {"page_size": 16}, {"seqlen_q": 500, "page_size": 64}):
+        assert split_kv.configs(replace(DECODE, **change), H200)[0].launched_ahead  # type: ignore[arg-type]
 
 
 def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
@@ -353,13 +386,6 @@ def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
 def test_short_caches_in_pages(change: dict[str, Any], tile: tuple[int, int, int, int]) -> None:
     config = split_kv.configs(replace(DECODE, **change), H200)[0]
     assert (config.block_n, config.num_warps, config.num_stages, config.num_splits) == tile and config.launched_ahead
-
-
-def test_launches_whose_blocks_would_go_unevenly_wait() -> None:
-    """256 blocks, of which an SM runs three; not where a merge lies between launches, nor where they come in waves."""
-    for batch, keys, ahead in ((32, 3000, False), (12, 2048, True), (128, 2000, True), (16, 4096, True)):
-        problem = replace(DECODE, batch=batch, seqlen_k=keys, page_size=16, alibi_shape=(32,))  # by pointers
-        assert split_kv.configs(problem, H200)[0].launched_ahead == ahead, batch
 
 
 def test_blocks_by_maps_end_together() -> None:

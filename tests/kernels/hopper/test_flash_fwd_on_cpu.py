@@ -56,10 +56,8 @@ def on_cpu(
     config: flash_fwd.Config,
     maps_of_keys: list[gluon_on_cpu.Map] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by the source of the kernel and its roles, one block after another; appends the maps of K and V.
-    Blocks that share an SM would use named barriers, which `gluon_on_cpu` does not have."""
+    """out and lse by the source of the kernel and its roles, one block after another; appends the maps of K and V."""
     out, lse = gluon_on_cpu.unwritten(problem, operands.q)
-    config = replace(config, blocks_per_sm=1)
     if problem.dtype == "float32":
         ahead, attend, of_parts, _ = flash_fwd._specify_parts(problem, H200, operands, out, lse, config)
         # What is not in use is not written, and whatever lies there must do no harm.

@@ -1,4 +1,4 @@
-"""Building blocks of Hopper kernels: rings of tiles, named barriers, exponentials, the lazy rescale.
+"""Building blocks of Hopper kernels: rings of tiles, exponentials, the lazy rescale.
 
 A producer fills a ring by TMA, and consumers empty it by wgmma. A ring has `stages` tiles. Each tile has a barrier that
 signals its arrival and one that signals that it may be overwritten. Tile `n` of a ring, counted over the whole launch,
@@ -34,8 +34,6 @@ OFFSET_OF_INT8 = gl.constexpr(0x4B400000)
 # times a score of 0, are NaN.
 SMALLEST_SCALE = gl.constexpr(2.0**-126)
 LARGEST_SCALE = gl.constexpr(2.0**100)
-# Named barriers from 8 on are free: Triton 3.6 to 3.9 uses the lower ones for its warp groups.
-FREE_BARRIERS = gl.constexpr(8)
 
 
 @aggregate
@@ -46,7 +44,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
-    named: gl.constexpr  # the first of `stages` named barriers that replace `empty`, or 0
     parts: gl.constexpr  # parts of a float32 tile, consecutive in its stage; 1 for 16-bit types
 
 
@@ -125,18 +122,14 @@ def ring_init(ring, CONSUMERS: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     """Initializes the barriers; a tile is complete after ARRIVALS, and `CONSUMERS` hand it back."""
     for i in gl.static_range(ring.stages):
         mbarrier.init(ring.full.index(i), count=ARRIVALS)
-        if ring.named == 0:
-            mbarrier.init(ring.empty.index(i), count=CONSUMERS)
+        mbarrier.init(ring.empty.index(i), count=CONSUMERS)
 
 
 @jit
 def make_room(ring, n, BYTES: gl.constexpr):
     """Waits until the stage of tile n is free, and sets the number of bytes that its barrier waits for."""
     stage = n % ring.stages
-    if ring.named == 0:
-        mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
-    elif n >= ring.stages:
-        take_back(ring, n)
+    mbarrier.wait(ring.empty.index(stage), ((n // ring.stages) & 1) ^ 1)
     mbarrier.expect(ring.full.index(stage), BYTES)
 
 
@@ -162,43 +155,27 @@ def wait_full(ring, n):
 def hand_back(ring, n):
     """Hands tile n back; called by a consumer.
 
-    mbarrier.arrive is executed by one thread, so the compiler inserts a group-wide barrier before it and another before
-    the next use of shared memory. `bar.arrive` is executed by every thread. With three blocks an SM that is worth 5 %;
-    with one block it costs 1 to 5 %, because ptxas then schedules the softmax worse. If only wgmma read the tile,
-    `hand_back_multiplied` needs no such barriers.
+    One thread executes mbarrier.arrive, so the compiler inserts a group-wide barrier before it and another before the
+    next use of shared memory. If only wgmma read the tile, `hand_back_multiplied` needs neither.
     """
-    if ring.named == 0:
-        mbarrier.arrive(ring.empty.index(n % ring.stages), count=1)
-    else:
-        barrier = gl.full([128], ring.named + n % ring.stages, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-        named_barrier("arrive", barrier)
+    mbarrier.arrive(ring.empty.index(n % ring.stages), count=1)
 
 
 @jit
 def hand_back_multiplied(ring, n):
     """Hands back a tile that only wgmma has read, after the wait for its products.
 
-    The products belong to the whole group, so one thread can arrive for all. It arrives by `mbarrier.expect` with 0
-    bytes, an ordinary arrival around which the compiler inserts no barriers: of four group-wide barriers per tile, one
-    remains. Alone this is worth 0 to 1 % (head_dim 64); the gains of softmax.py's steps were measured with it.
+    The products belong to the whole group, so one thread can arrive for all, without a barrier: of four group-wide
+    barriers per tile, one remains. Alone this is worth 0 to 1 % (head_dim 64); the gains of softmax.py's steps were
+    measured with it.
     """
-    if ring.named == 0:
-        arrive_alone(ring.empty.index(n % ring.stages))
-    else:
-        hand_back(ring, n)
+    arrive_alone(ring.empty.index(n % ring.stages))
 
 
 @jit
 def arrive_alone(barrier):
     """Arrives with one thread, without a group-wide barrier before or after it."""
     mbarrier.expect(barrier, 0)
-
-
-@jit
-def take_back(ring, n):
-    """Waits, as the producer, for a hand-back through a named barrier."""
-    barrier = gl.full([32], ring.named + n % ring.stages, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    named_barrier("sync", barrier)
 
 
 @jit
@@ -211,14 +188,6 @@ def skip(k_ring, v_ring, n, count):
         hand_back(v_ring, n)
         n += 1
     return n
-
-
-@jit
-def drain(ring, n):
-    """Waits for the last hand-backs: a block must not end with arrivals pending in a named barrier."""
-    if ring.named > 0:
-        for i in range(gl.maximum(n - ring.stages, 0), n):
-            take_back(ring, i)
 
 
 @constexpr_function
@@ -489,18 +458,6 @@ def tanh_of_tile(x):
     return gl.inline_asm_elementwise(
         _tanh_of_tile_asm(each), _tied_constraints(each), [x], dtype=gl.float32, is_pure=False, pack=each
     )
-
-
-@constexpr_function
-def _named_barrier_asm(op):
-    return f"bar.{op} $1, {128 + 32}; mov.b32 $0, $1;"
-
-
-@jit
-def named_barrier(OP: gl.constexpr, barrier):
-    """Executes `bar.sync` or `bar.arrive` of one consumer warpgroup and the producer warp, once per thread. `barrier`
-    holds its number for each thread. The compiler does not account for it when it places its own barriers."""
-    gl.inline_asm_elementwise(_named_barrier_asm(OP), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @constexpr_function

@@ -111,10 +111,11 @@ def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[Map
     return of_k, of_v
 
 
-# Measured on an H200 (2026-11-22-h200-split-kv-roles.log), in tiles of rows per multiprocessor: a tile is one block
-# from ALONE on, unless it would end late. Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
-ALONE, UNEVEN, FULL = 0.7, 1.5, 2.0
-LONG = 1024  # fewest keys that were measured against other launches without small pages
+# Measured on an H200, in tiles of rows per multiprocessor (2026-11-22-h200-split-kv-roles.log): a tile is one block from
+# ALONE on, unless it would end late; from pages already from SHORT_ALONE on if there are 129 to 960 keys
+# (2026-11-30-h200-whole-tiles-of-rows.json). Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
+ALONE, SHORT_ALONE, UNEVEN, FULL = 0.7, 0.45, 1.5, 2.0
+LONG = 1024  # keys in whole tiles
 # With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
 # blocks, several waves, end together (record 2026-11-28-h200-decode-splits.json).
 LATE, EVEN_SPLITS, LATE_STEPS = 1.1, 7, 128
@@ -155,23 +156,36 @@ def tiling(
     Up to 16 rows, from pages of 16, on an H200: 16 x 4,096 keys 63.4 us with one split, 66.6 by pointers with two; 4 x
     4,096 20.7 and 21.8; 12 x 2,048 26.5 and 30.6; 20 x 1,024 22.3 and 30.1; 1 x 8,192 9.3 and 11.3; 1 x 65,536 65.7 and
     66.7. Beyond two tiles per multiprocessor, copies of several kv heads are level within 2 % at head_dim 128 (128 x
-    2,048: 243.8 us, and 246.9; 64 x 8,192: 489.0 and 486.5), and pointers are at 64 (83.2 and 84.6). From larger pages
-    and contiguous keys this launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x
-    2,048 25.7 and 27.7.
+    2,048: 243.8 us, and 246.9; 64 x 8,192: 489.0 and 486.5); contiguous keys and larger pages are 0.79 to 1.00 times as
+    fast there from 1,024 keys on (2026-11-30-h200-special-cases.json). From larger pages and contiguous keys this
+    launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048 25.7 and 27.7.
 
     Blocks of 32 rows (2026-11-30-h200-decode-32-rows.json): from pages of 16 and 32 0.96 to 1.47 times as fast in 21
     calls, 1.08 in the geometric mean. From larger pages and contiguous keys 0.97 to 1.11 times in eight calls, 1.05 in
     the mean. Between LATE and UNEVEN they would be 0.94 (24 x 5,001 keys) to 1.06 times as fast.
+
+    Contiguous keys and pages of 64 or 128 of 129 to 960 keys, head_dim above 64, as many tiles as there may be
+    (2026-11-30-h200-whole-tiles-of-rows.json): 0.92 to 1.82 times as fast in 37 calls, 1.18 in the mean. At most 128
+    keys are one step of another launch, and 0.75 to 1.09 times as fast in 13.
+
+    Head_dim up to 64, pages of 16 to 64, ALONE to FULL tiles per multiprocessor, by 128 keys a step: 0.81 to 1.56 times
+    as fast in 34 calls, 1.12 in the mean, half of them compared with this launch by 64 keys. With more tiles 0.61 to
+    1.13 in 20.
     """
     sms, wide = gpu.assumed_sms, padded(problem.head_dim) + padded(problem.head_dim_v)
-    small = 16 <= problem.page_size < KEYS
-    late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
-    whole = ALONE * sms <= tiles and not late and keys_seen >= LONG and wide > 128
-    many = tiles > FULL * sms and not (small and wide > 128)
+    small, is_narrow = 16 <= problem.page_size < KEYS, wide <= 128
+    is_short = not is_narrow and 2 * KEYS < keys_seen < LONG
+    if is_narrow:
+        whole = tiles >= ALONE * sms and 16 <= problem.page_size < 2 * KEYS
+    else:
+        late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
+        alone = SHORT_ALONE if is_short and problem.page_size else ALONE
+        whole = tiles >= alone * sms and keys_seen > 2 * KEYS and not late
+    many = tiles > FULL * sms and (is_narrow or not (small or is_short))
     if wide > 256 or many or not (small or whole) or cannot(problem, gpu, rows):
         return None
     three = rows == 16 and (tiles < ALONE * sms or sms < tiles <= UNEVEN * sms)
-    keys, blocks = KEYS, 3 if three else 2
+    keys, blocks = (2 * KEYS, 2) if is_narrow and whole else (KEYS, 3 if three else 2)
     if tiles * -(-keys_seen // (2 * KEYS)) <= sms:  # splits of one or two steps
         keys, blocks = 2 * KEYS, 2
     return rows, keys, 4, stages(problem, gpu, rows, keys, blocks)

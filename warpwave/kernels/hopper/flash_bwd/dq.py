@@ -460,8 +460,8 @@ def dq_kernel(
         buffers(dout_maps, GROUPS),
         barriers(GROUPS),
         barriers(GROUPS),
-        Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 0, 1),
-        Ring(buffers(v_maps, STAGES_V), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, 0, 1),
+        Ring(buffers(k_maps, STAGES), barriers(STAGES), barriers(STAGES), STAGES, 1),
+        Ring(buffers(v_maps, STAGES_V), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, 1),
         Bias(bias, bias_maps, dbias_maps, bias_tiles[0], box.full, box.empty),
         box,
     )

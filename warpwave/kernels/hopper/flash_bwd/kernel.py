@@ -1,8 +1,8 @@
 """Host code of `hopper/flash_bwd`: what its launches share, and the order in which they run.
 
-The launches that read a mask or a bias come first (hidden.py), then one that zeroes what no other launch writes, and the
-statistics of rows. Then either one launch makes all gradients and another dQ from its sums (joint_launch.py), or one
-makes dK and dV and another dQ (apart_launch.py). In float32 a launch that splits operands computes the statistics
+The launches that read a mask or a bias come first (hidden.py), then one that zeroes what no other launch writes, and
+the statistics of rows. Then either one launch makes all gradients and another dQ from its sums (joint_launch.py), or
+one makes dK and dV and another dQ (apart_launch.py). In float32 a launch that splits operands computes the statistics
 (split_launch.py).
 """
 

@@ -334,8 +334,8 @@ def split_dq_kernel(
         buffers(dout_maps, GROUPS * PARTS),
         barriers(GROUPS),
         barriers(GROUPS),
-        Ring(buffers(k_maps, STAGES * PARTS), barriers(STAGES), barriers(STAGES), STAGES, 0, PARTS),
-        Ring(buffers(v_maps, STAGES_V * PARTS), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, 0, PARTS),
+        Ring(buffers(k_maps, STAGES * PARTS), barriers(STAGES), barriers(STAGES), STAGES, PARTS),
+        Ring(buffers(v_maps, STAGES_V * PARTS), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, PARTS),
         box,
     )
     ring_init(tiles.keys, GROUPS)

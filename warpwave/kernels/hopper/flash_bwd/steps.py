@@ -9,7 +9,6 @@ from warpwave.kernels.hopper.flash_bwd.band import Options, begins_early, tile_a
 from warpwave.kernels.hopper.flash_bwd.bias import exp2_at_most_one
 from warpwave.kernels.hopper.groups import KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import (
-    FREE_BARRIERS,
     LOG2_E,
     ROWS,
     Ring,
@@ -34,6 +33,8 @@ from warpwave.runtime.gluon_or_stub import (
     tma_load,
     tma_store,
 )
+
+FREE_BARRIER = gl.constexpr(8)  # Triton 3.6 to 3.9 uses lower numbers for its warp groups
 
 
 @aggregate
@@ -128,7 +129,7 @@ class Stream:
 @jit
 def stream_of(maps, statistic_map, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr = 1):
     """Allocates a stream and prepares its barriers; `CONSUMERS` groups hand each tile back."""
-    ring = Ring(buffers(maps, STAGES * PARTS), barriers(STAGES), barriers(STAGES), STAGES, 0, PARTS)
+    ring = Ring(buffers(maps, STAGES * PARTS), barriers(STAGES), barriers(STAGES), STAGES, PARTS)
     ring_init(ring, CONSUMERS)
     shape: gl.constexpr = [STAGES] + statistic_map.block_type.shape
     return Stream(ring, gl.allocate_shared_memory(gl.float32, shape, statistic_map.layout))
@@ -360,7 +361,7 @@ def slope_of(slopes_ptr, stride_alibi_b, work, head, rules):
 @jit
 def meet():
     """Waits for both consumers at a barrier that the compiler's placement of barriers does not see."""
-    number = gl.full([128], FREE_BARRIERS, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    number = gl.full([128], FREE_BARRIER, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
         "barrier.sync $1, 256; mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -17,7 +17,6 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
-    has_widener,
     narrow_stages,
     num_parts,
     out_columns,
@@ -492,7 +491,6 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
         "NARROW_STAGES": narrow_stages(problem, config),
-        "NAMED_BARRIERS": config.blocks_per_sm > 1 and not has_widener(problem),
         "OWN_OUT": problem.dtype == "float32" or out_columns(problem, config) > 0,
         "VALUES_FIRST": values_first(problem, config),
         "PARTS": parts,

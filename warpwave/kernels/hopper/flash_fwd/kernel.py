@@ -44,7 +44,6 @@ from warpwave.kernels.hopper.flash_fwd.widener import (
 )
 from warpwave.kernels.hopper.groups import Dropout, KeyDescaleStrides, QDescaleStrides, Queries, Schedule
 from warpwave.kernels.hopper.parts import (
-    FREE_BARRIERS,
     Ring,
     barriers,
     buffers,
@@ -88,7 +87,6 @@ def hopper_flash_fwd_kernel(
     counter_ptr,
     STAGES: gl.constexpr,
     NARROW_STAGES: gl.constexpr,
-    NAMED_BARRIERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     Q_BLOCK: gl.constexpr,
@@ -157,13 +155,8 @@ def hopper_flash_fwd_kernel(
     else:
         k_tiles = buffers(k_maps, STAGES * PARTS, call_options.BLOCK_N)
         v_tiles = buffers(v_maps, STAGES * PARTS, call_options.BLOCK_N)
-    if NAMED_BARRIERS:
-        # Named barriers replace `empty`. A field of an aggregate cannot be absent, so `full` is passed again.
-        k_ring = Ring(k_tiles, k_full, k_full, STAGES, FREE_BARRIERS, PARTS)
-        v_ring = Ring(v_tiles, v_full, v_full, STAGES, FREE_BARRIERS + STAGES, PARTS)
-    else:
-        k_ring = Ring(k_tiles, k_full, barriers(STAGES), STAGES, 0, PARTS)
-        v_ring = Ring(v_tiles, v_full, barriers(STAGES), STAGES, 0, PARTS)
+    k_ring = Ring(k_tiles, k_full, barriers(STAGES), STAGES, PARTS)
+    v_ring = Ring(v_tiles, v_full, barriers(STAGES), STAGES, PARTS)
     out_tiles = q_tiles
     if call_options.OWN_OUT and call_options.HEAD_DIM_V == 0:
         if len(out_maps) > len(v_maps):  # out is stored in two halves

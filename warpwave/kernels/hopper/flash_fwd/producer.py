@@ -22,7 +22,6 @@ from warpwave.kernels.hopper.groups import Queries, Schedule
 from warpwave.kernels.hopper.pages import in_pages, load_tile_of_pages, of_sequence
 from warpwave.kernels.hopper.parts import (
     Ring,
-    drain,
     first_column,
     load_tile,
     tile_bytes,
@@ -123,8 +122,6 @@ def producer(role, queries: Queries, schedule: Schedule, pages: Pages, counter_p
                 t = scheduler.draw(counter_ptr, schedule.num_tiles)
         else:
             t = scheduler.draw(counter_ptr, schedule.num_tiles)
-    drain(role.k_ring, n)
-    drain(role.v_ring, n)
     announce_end(role.widener, n)
     zero = gl.to_tensor(0)
     scheduler.post(

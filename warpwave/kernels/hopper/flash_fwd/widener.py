@@ -62,7 +62,7 @@ class Widener:
 @jit
 def narrow_ring(maps, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, ARRIVALS: gl.constexpr):
     """Allocates a ring of 8-bit tiles, which one role empties; a tile is complete after ARRIVALS of the producer."""
-    ring = Ring(buffers(maps, STAGES, BLOCK_N), barriers(STAGES), barriers(STAGES), STAGES, 0, 1)
+    ring = Ring(buffers(maps, STAGES, BLOCK_N), barriers(STAGES), barriers(STAGES), STAGES, 1)
     ring_init(ring, 1, ARRIVALS)
     return ring
 
