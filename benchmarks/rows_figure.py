@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "decode_batches": "batches",
         "drawn decode": "drawn, 1 to 16 queries",
         "drawn decode again": "drawn again, 1 to 16 queries",
+        "drawn decode, third": "a third draw, 1 to 16 queries",
         "named decode": "calls that lost before",
         "decode_paged": "paged",
         "decode_8_bit": "8-bit caches",

@@ -174,7 +174,7 @@ def test_prompts_are_split_only_if_each_split_has_an_sm(batch: int, heads: int, 
         ({"seqlen_k": 1024}, (128, 4, 2)),  # a tile of keys for each share
         ({"batch": 12, "seqlen_k": 2048}, (64, 4, 3)),
         ({"batch": 11, "seqlen_k": 900}, (64, 2, 3)),  # 88 tiles of rows, or 48, leave SMs idle
-        ({"batch": 6, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
+        ({"batch": 6, "seqlen_k": 2048, "page_size": 64}, (64, 2, 3)),
         ({"batch": 20, "seqlen_k": 1024}, (64, 4, 2)),
         ({"batch": 8}, (128, 4, 3)),  # in two shares 64 do not
         ({"batch": 4, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
@@ -284,6 +284,12 @@ NARROW: dict[str, Any] = {"head_dim": 64, "head_dim_v": 64, "page_size": 64}
         ({"batch": 8, "seqlen_k": 128, "page_size": 128}, None),
         ({"batch": 7, "seqlen_k": 960, "page_size": 128}, None),
         ({"batch": 19, "seqlen_q": 8, "seqlen_k": 960}, None),  # some of 152 tiles of 32 rows would end late
+        ({"batch": 4, "seqlen_k": 4224}, (64, 2)),  # 1,024 keys a multiprocessor
+        ({"batch": 4, "seqlen_k": 4160}, None),
+        ({"batch": 7}, (64, 2)),
+        ({"batch": 8}, None),  # 64 tiles of rows for 132 SMs
+        ({"batch": 7, "seqlen_q": 8}, None),  # 32 rows
+        ({"batch": 7, "head_dim": 64, "head_dim_v": 64}, None),
         ({"batch": 12, **NARROW}, (128, 3)),
         ({"batch": 12, "seqlen_k": 100, **NARROW}, (128, 3)),
         ({"batch": 33, "seqlen_q": 8, **NARROW}, (128, 3)),
@@ -294,7 +300,7 @@ NARROW: dict[str, Any] = {"head_dim": 64, "head_dim_v": 64, "page_size": 64}
         ({"batch": 12, **NARROW, "page_size": 0}, None),
     ],
 )
-def test_which_whole_tiles_of_rows_come_by_roles(change: dict[str, Any], tile: tuple[int, int] | None) -> None:
+def test_which_tiles_of_few_rows_come_by_roles(change: dict[str, Any], tile: tuple[int, int] | None) -> None:
     config = split_kv.default(replace(DECODE, **change), H200)
     assert config.roles == (tile is not None)
     assert tile is None or (config.block_n, config.num_stages) == tile
@@ -379,7 +385,7 @@ def test_queries_come_beside_keys_where_a_share_has_one_step() -> None:
         ({"seqlen_k": 1024, "page_size": 128}, (128, 4, 2, 8)),
         ({"seqlen_k": 1024, "page_size": 16, "alibi_shape": (32,)}, (32, 2, 2, 32)),
         ({"seqlen_k": 1100, "page_size": 16, "alibi_shape": (32,)}, (64, 4, 2, 18)),  # too many steps for that
-        ({"seqlen_k": 8192, "page_size": 16, "alibi_shape": (32,)}, (64, 4, 2, 32)),
+        ({"seqlen_k": 8192, "page_size": 16, "alibi_shape": (32,)}, (64, 4, 3, 32)),
         ({"seqlen_k": 65536, "page_size": 16, "alibi_shape": (32,)}, (64, 4, 3, 32)),
     ],
 )
@@ -446,8 +452,8 @@ def test_cost_reads_keys_once_for_the_group() -> None:
         ({"causal": Causal("top_left")}, "split_kv"),
         ({"causal": Causal("bottom_right")}, "hopper/flash_fwd"),
         ({"seqlen_q": 8}, "split_kv"),  # one tile of 64 rows reads all keys once
-        ({"batch": 13}, "hopper/flash_fwd"),
-        ({"batch": 12}, "split_kv"),  # 96 tiles of 128 rows for 132 SMs
+        ({"batch": 8}, "hopper/flash_fwd"),
+        ({"batch": 7}, "split_kv"),  # 56 tiles of 128 rows for 132 SMs
         ({"batch": 13, "seqlen_k": 480}, "split_kv"),  # short tiles
         ({"num_heads_q": 71, "num_heads_kv": 1}, "split_kv"),  # no two heads share a tile of the other kernel
         ({"mask_shape": (113, 1, 1, 4357)}, "split_kv"),

@@ -24,7 +24,6 @@ from warpwave.kernels.split_kv.splits import (
     FEW,
     blocks_with_rows,
     changed,
-    scattered,
     with_splits,
 )
 from warpwave.problem import AttentionProblem, by_kind
@@ -51,23 +50,9 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config:
     return _shallow(problem, gpu, with_splits(problem, gpu, tiling))
 
 
-FEW_STEPS = 4
-
-
 def _shallow(problem: AttentionProblem, gpu: Gpu, config: Config) -> Config:
-    """Returns the config with fewer tiles in flight if splits have too few steps to fill them (Hopper only, as
-    measured).
-
-    One step: 1 x 1,024 keys 3.92 us with two stages, 4.07 with three; a prompt of 512 3.97 and 4.09. A few steps from
-    pages by pointers: 1 x 8,192 keys in pages of 16 11.2 us and 12.5.
-    """
-    if config.roles or config.num_stages <= 2 or config.pieces or gpu.vendor != "nvidia" or gpu.capability != 90:
-        return config
-    by_pointers = scattered(problem, config) and config.block_m < 64
-    if not (
-        one_step(problem, gpu, config)
-        or (by_pointers and longest_steps(problem, config) <= FEW_STEPS * config.num_splits)
-    ):
+    """Returns the config with fewer tiles in flight if splits have one step (Hopper only, as measured)."""
+    if config.num_stages <= 2 or gpu.vendor != "nvidia" or gpu.capability != 90 or not one_step(problem, gpu, config):
         return config
     shallow = changed(config, num_stages=2)
     return shallow if with_splits(problem, gpu, shallow) == shallow else config
@@ -493,12 +478,11 @@ AHEAD: tuple[Rule[Change], ...] = (
     ),
 )
 SHALLOW: Rule[Change] = Rule(
-    "Hopper, splits of one step, or of at most four from small pages by pointers: two stages",
+    "Hopper, splits of one step: two stages",
     lambda c: _is_shallow(c),
     (lambda config, c: _shallow(c.problem, c.gpu, config),),
-    "1 x 1,024 keys 3.92 us, and 4.07 with three stages; a prompt of 512 3.97 and 4.09; 1 x 8,192 keys in pages of 16 "
-    "11.2 and 12.5",
-    LOG,
+    "three stages are 0.65 to 1.05 times as fast in nine calls, 0.93 in the mean",
+    SPECIAL_CASES,
 )
 TABLES = (TILES, RULES_OF_TILES, MAPS, SHORTER, AHEAD, (SHALLOW,))
 RULES = tuple(rule for table in TABLES for rule in table if _kept not in rule.choices)

@@ -113,9 +113,9 @@ def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[Map
 
 # Measured on an H200, in tiles of rows per multiprocessor (2026-11-22-h200-split-kv-roles.log): a tile is one block from
 # ALONE on, unless it would end late; from pages already from SHORT_ALONE on if there are 129 to 960 keys
-# (2026-11-30-h200-whole-tiles-of-rows.json). Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
+# (2026-11-30-h200-tiles-of-few-rows.json). Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
 ALONE, SHORT_ALONE, UNEVEN, FULL = 0.7, 0.45, 1.5, 2.0
-LONG = 1024  # keys in whole tiles
+LONG = 1024  # keys, in whole tiles; below SHORT_ALONE those of a multiprocessor
 # With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
 # blocks, several waves, end together (record 2026-11-28-h200-decode-splits.json).
 LATE, EVEN_SPLITS, LATE_STEPS = 1.1, 7, 128
@@ -165,7 +165,7 @@ def tiling(
     the mean. Between LATE and UNEVEN they would be 0.94 (24 x 5,001 keys) to 1.06 times as fast.
 
     Contiguous keys and pages of 64 or 128 of 129 to 960 keys, head_dim above 64, as many tiles as there may be
-    (2026-11-30-h200-whole-tiles-of-rows.json): 0.92 to 1.82 times as fast in 37 calls, 1.18 in the mean. At most 128
+    (2026-11-30-h200-tiles-of-few-rows.json): 0.92 to 1.82 times as fast in 37 calls, 1.18 in the mean. At most 128
     keys are one step of another launch, and 0.75 to 1.09 times as fast in 13.
 
     Head_dim up to 64, pages of 16 to 64, ALONE to FULL tiles per multiprocessor, by 128 keys a step: 0.81 to 1.56 times
@@ -181,8 +181,9 @@ def tiling(
         late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
         alone = SHORT_ALONE if is_short and problem.page_size else ALONE
         whole = tiles >= alone * sms and keys_seen > 2 * KEYS and not late
+    is_long = rows == ROWS[0] and not is_narrow and tiles < SHORT_ALONE * sms and tiles * keys_seen >= LONG * sms
     many = tiles > FULL * sms and (is_narrow or not (small or is_short))
-    if wide > 256 or many or not (small or whole) or cannot(problem, gpu, rows):
+    if wide > 256 or many or not (small or whole or is_long) or cannot(problem, gpu, rows):
         return None
     three = rows == 16 and (tiles < ALONE * sms or sms < tiles <= UNEVEN * sms)
     keys, blocks = (2 * KEYS, 2) if is_narrow and whole else (KEYS, 3 if three else 2)
