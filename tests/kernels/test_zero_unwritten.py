@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.marks import needs_triton
 from warpwave.kernels.prepass import zero_unwritten
@@ -16,13 +18,16 @@ pytestmark = needs_triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # interpreted on a CPU
 HEADS, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 4, 2, 24, 40
 OFFSETS_Q, OFFSETS_K = [3, 3, 40, 41, 90, 90], [0, 30, 30, 200, 210, 230]  # and a total of 100, and of 250
-BANDS = [
+Alignment = Literal["bottom_right", "top_left"]
+BANDS: list[tuple[Alignment | None, tuple[int, int]]] = [
     (None, (-1, -1)), ("bottom_right", (-1, -1)), ("top_left", (-1, -1)), ("bottom_right", (20, 0)), (None, (7, 5)),
     (None, (-1, 3)), (None, (9, -1)), ("top_left", (3, -1)),
 ]  # fmt: skip
 
 
-def problem_of(causal: str | None, window: tuple[int, int], lengths: tuple[int, int], packed: bool) -> AttentionProblem:
+def problem_of(
+    causal: Alignment | None, window: tuple[int, int], lengths: tuple[int, int], packed: bool
+) -> AttentionProblem:
     return AttentionProblem(
         batch=5 if packed else 3, seqlen_q=lengths[0], seqlen_k=lengths[1], num_heads_q=HEADS, num_heads_kv=HEADS_KV,
         head_dim=HEAD_DIM, head_dim_v=HEAD_DIM_V, dtype="float16", softmax_scale=1.0,
@@ -31,7 +36,7 @@ def problem_of(causal: str | None, window: tuple[int, int], lengths: tuple[int, 
     )  # fmt: skip
 
 
-def seen(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor]:
+def seen(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Whether each query sees a key, and each key is seen, in the order of their tokens."""
     spans = [
         (b * problem.seqlen_q, (b + 1) * problem.seqlen_q, b * problem.seqlen_k, (b + 1) * problem.seqlen_k)
@@ -62,7 +67,7 @@ def check(problem: AttentionProblem, wanted: tuple[bool, bool, bool] = (True, Tr
     )  # fmt: skip
     guarded = [torch.full((tokens + 2, heads, d), 7.0, dtype=t, device=DEVICE) for tokens, heads, d, t in shapes]
     gradients = [t[1:-1] if want else None for t, want in zip(guarded, wanted, strict=True)]
-    offsets = (None, None)
+    offsets: tuple[Tensor | None, ...] = (None, None)
     if problem.packed:
         offsets = tuple(torch.tensor(o, dtype=torch.int32, device=DEVICE) for o in (OFFSETS_Q, OFFSETS_K))
     launch.bind(zero_unwritten.specify(problem, gradients, offsets))(*gradients, *offsets)
@@ -76,12 +81,16 @@ def check(problem: AttentionProblem, wanted: tuple[bool, bool, bool] = (True, Tr
 
 @pytest.mark.parametrize(("causal", "window"), BANDS)
 @pytest.mark.parametrize("lengths", [(30, 80), (80, 30), (50, 50), (1, 20)])
-def test_dense_tokens_that_see_nothing(causal: str | None, window: tuple[int, int], lengths: tuple[int, int]) -> None:
+def test_dense_tokens_that_see_nothing(
+    causal: Alignment | None, window: tuple[int, int], lengths: tuple[int, int]
+) -> None:
     check(problem_of(causal, window, lengths, packed=False))
 
 
 @pytest.mark.parametrize(("causal", "window"), BANDS)
-def test_packed_tokens_that_see_nothing_and_tokens_of_no_sequence(causal: str | None, window: tuple[int, int]) -> None:
+def test_packed_tokens_that_see_nothing_and_tokens_of_no_sequence(
+    causal: Alignment | None, window: tuple[int, int]
+) -> None:
     check(problem_of(causal, window, (49, 170), packed=True))
 
 

@@ -111,7 +111,7 @@ def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[Map
     return of_k, of_v
 
 
-# In tiles of rows per multiprocessor, measured on an H200 (2026-11-22-h200-split-kv-roles.log): a tile is one block from
+# In tiles of rows per multiprocessor, on an H200 (2026-11-22-h200-split-kv-roles.log): a tile is one block from
 # ALONE on, unless it would end late; from pages already from SHORT_ALONE on if there are 129 to 960 keys
 # (2026-11-30-h200-tiles-of-few-rows.json). Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
 ALONE, SHORT_ALONE, UNEVEN, FULL = 0.7, 0.45, 1.5, 2.0
