@@ -18,8 +18,7 @@ HOPPER_FLOAT32 = [
     ),
     Mutant(
         "float32 on Hopper: a scale that keys count for which no query sees", "kernels/prepass/in_use.py",
-        "high_row = tl.maximum(tl.minimum(high_row, length_q + high), low_row)",
-        "high_row = tl.maximum(high_row, low_row)",
+        "end = tl.minimum(end, length_q + high)", "end = tl.minimum(end, length_k)",
         "../kernels/test_scale_ahead.py::test_what_nobody_sees_has_no_say", "top_left", "nothing was garbage",
     ),
     Mutant(

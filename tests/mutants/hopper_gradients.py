@@ -21,6 +21,7 @@ NEIGHBOURS_ON_CPU = f"{ON_CPU}test_nan_of_a_neighbor_stays_there"
 DROPPED_BY_GRADIENTS = f"{ON_CPU}test_gradients_drop_the_pairs_of_the_contract"
 DROPPED_BY_FORWARD = "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_forward_drops_the_pairs_of_the_contract"
 DROPPED_ON_CPU = f"{ON_CPU}test_dropout_on_a_cpu"
+UNWRITTEN = "../kernels/test_zero_unwritten.py::test_packed_tokens_that_see_nothing_and_tokens_of_no_sequence"
 OF_HOPPER_DROPOUT = [
     Mutant(
         "hopper dropout: the second half of a tile drops as the first", "kernels/hopper/flash_bwd/joint_steps.py",
@@ -349,6 +350,21 @@ HOPPER_BACKWARD = [
         "bias on Hopper: NaN of keys that it hides multiplied", "kernels/prepass/bias_seen.py",
         "seen = tl.max(shown, 0).to(tl.int8)", "seen = tl.max(shown + 1, 0).to(tl.int8)",
         f"{HIDDEN_ON_CPU}test_what_a_bias_hides_goes_nowhere", "", "FAIL",
+    ),
+    Mutant(
+        "gradients of tokens before the first packed sequence not zeroed", "kernels/prepass/zero_unwritten.py",
+        "first = tl.where(item == 0, 0, begin)", "first = begin + 0",
+        UNWRITTEN, "", "assert",
+    ),
+    Mutant(
+        "gradients of tokens behind the last packed sequence not zeroed", "kernels/prepass/zero_unwritten.py",
+        "tl.where(item == batch - 1, total, next_begin)", "next_begin",
+        UNWRITTEN, "", "assert",
+    ),
+    Mutant(
+        "gradients of keys that no query sees not zeroed", "kernels/prepass/in_use.py",
+        "sees = length_q > 0", "sees = length_q >= 0",
+        UNWRITTEN, "", "assert",
     ),
     Mutant(
         "mask on Hopper: only the first tensor of a side is checked", "kernels/prepass/zero_unseen.py",
