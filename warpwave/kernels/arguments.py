@@ -199,6 +199,11 @@ def window(problem: AttentionProblem) -> tuple[int, int]:
     )
 
 
+def lengths(problem: AttentionProblem) -> list[int]:
+    """Returns the run-time numbers of `groups.Sequences` and `groups.Window`, in their order."""
+    return [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem)]
+
+
 def band_constants(problem: AttentionProblem) -> dict[str, bool]:
     """Returns the compile-time constants of the positional mask: which of its edges exist."""
     return {

@@ -14,6 +14,7 @@ from warpwave.kernels.arguments import (
     band_constants,
     column_widths,
     feature_constants,
+    lengths,
     lse_strides,
     matrix_options,
     pair_group,
@@ -22,7 +23,6 @@ from warpwave.kernels.arguments import (
     strides_in,
     token_strides,
     two_loops,
-    window,
 )
 from warpwave.kernels.flash_bwd.config import PARTS_AT_ONCE, Config, Tile, arithmetic_of, has_mask_of_queries, walked_of
 from warpwave.kernels.flash_bwd.dbias import flash_bwd_dbias_kernel
@@ -162,9 +162,8 @@ class _Launches:
         self.tensors = iter(tensors_of(problem, operands, results, dout, dlse, outputs, config))
         self.unit = stride_unit(*operands[:3], self.out, dout, *outputs[:3])
         self.shared: Scalars = [*strides_in(self.unit, *operands[:3]), *self.in_units(dout)]
-        self.shared += score_rules(problem, *operands[3:6])
-        self.shared += (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
-        self.shared += (*window(problem), *dropout.scalars(problem.dropout_p), *lse_strides(problem))
+        self.shared += (*score_rules(problem, *operands[3:6]), *lengths(problem))
+        self.shared += (*dropout.scalars(problem.dropout_p), *lse_strides(problem))
         self.heads = [problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv]
         self.group = pair_group(*operands[3:5])
 

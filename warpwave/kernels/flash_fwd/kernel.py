@@ -31,6 +31,7 @@ from warpwave.kernels.arguments import (
     column_widths,
     dot_precision,
     feature_constants,
+    lengths,
     lse_strides,
     maker,
     matrix_options,
@@ -41,7 +42,6 @@ from warpwave.kernels.arguments import (
     strides_in,
     tile_widths,
     two_loops,
-    window,
 )
 from warpwave.kernels.column_tiles import (
     columns_of,
@@ -471,11 +471,7 @@ def _scalars(
     return [
         *strides,
         *score_rules(problem, *operands[3:6]),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        *window(problem),
+        *lengths(problem),
         *dropout.scalars(problem.dropout_p),
         *descales.strides(problem, operands),
         stride_kp,

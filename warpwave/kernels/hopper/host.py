@@ -206,9 +206,5 @@ def of_schedule(
         problem.batch,
         -(-problem.seqlen_q * together // block_m),
         heads_in_l2(problem, heads, tiles, of_keys, group_size * parts, of_queries),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        *arguments.window(problem),
+        *arguments.lengths(problem),
     ]

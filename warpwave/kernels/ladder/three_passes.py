@@ -26,11 +26,11 @@ from warpwave.kernels.arguments import (
     allocator,
     band_constants,
     feature_constants,
+    lengths,
     lse_strides,
     score_rules,
     straightener,
     token_strides,
-    window,
 )
 from warpwave.kernels.cost import ODD_ROWS, Cost, bytes_per_score, in_turn, odd_rows, visited_tiles, walk
 from warpwave.kernels.groups import OfHeads, ScoreRules, Sequences, Window
@@ -226,7 +226,7 @@ def specify(
     scores, row_scale = _workspace(problem, out.device)
     heads = problem.batch * problem.num_heads_q
     band, varlen = band_constants(problem), {"IS_VARLEN": problem.packed}
-    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem))
+    of_sequences = lengths(problem)
     group_size = problem.num_heads_q // problem.num_heads_kv
     stride_sm = score_row(problem)
 
@@ -235,7 +235,7 @@ def specify(
             kernel=which.kernel,
             grid=which.programs * heads,
             tensors=(*tensors, *cu_seqlens),
-            scalars=(*strides, *lengths, stride_sm, problem.num_heads_q, group_size),
+            scalars=(*strides, *of_sequences, stride_sm, problem.num_heads_q, group_size),
             constants={**which.constants, **band, **varlen},
             options=which.options,
         )
@@ -247,7 +247,7 @@ def specify(
         scalars=(
             *lse_strides(problem),
             *score_rules(problem, mask, bias, slopes),
-            *lengths,
+            *of_sequences,
             stride_sm,
             problem.num_heads_q,
         ),

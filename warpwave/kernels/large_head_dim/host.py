@@ -33,6 +33,7 @@ from warpwave.kernels.arguments import (
     band_constants,
     dot_precision,
     feature_constants,
+    lengths,
     lse_strides,
     matrix_options,
     padded,
@@ -40,7 +41,6 @@ from warpwave.kernels.arguments import (
     straightener,
     stride_unit,
     strides_in,
-    window,
 )
 from warpwave.kernels.cost import (
     ODD_ROWS,
@@ -153,11 +153,7 @@ def _specify(
             *lse_strides(problem),
             config.num_splits,
             *score_rules(problem, *operands[3:6]),
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.total_q,
-            problem.total_k,
-            *window(problem),
+            *lengths(problem),
             *_pages(problem, operands),
             units,
             problem.num_heads_q // problem.num_heads_kv,

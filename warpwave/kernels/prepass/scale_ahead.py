@@ -332,14 +332,13 @@ def specify_maxima(
         widths: elements of a row of parts of k, and of v.
     """
     strides, unit = operand_strides(operands[:3])
-    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *arguments.window(problem)]
     constants, options = _constants_and_options(problem, gpu, widths)
     tiles_k = num_tiles(problem)[1]
     return launch.Launch(
         kernel=maxima_kernel,
         grid=2 * tiles_k,
         tensors=(*operands[1:3], operands.cu_seqlens_q, operands.cu_seqlens_k, maxima),
-        scalars=[*strides[4:], *lengths, problem.batch, problem.num_heads_kv, tiles_k],
+        scalars=[*strides[4:], *arguments.lengths(problem), problem.batch, problem.num_heads_kv, tiles_k],
         constants={"UNIT": unit} | constants,
         options=options,
     )
@@ -361,7 +360,6 @@ def specify(
     tiles_q, tiles_k = num_tiles(problem)
     strides, unit = operand_strides(operands[:3])
     cu_seqlens = (operands.cu_seqlens_q, operands.cu_seqlens_k)
-    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *arguments.window(problem)]
     constants, options = _constants_and_options(problem, gpu, (shapes[0][-1], shapes[2][-1]))
     widest = max(constants["BLOCK_D"], constants["BLOCK_DV"])
     launches = []
@@ -381,7 +379,15 @@ def specify(
             grid=tiles_q + 2 * tiles_k,
             # A pointer with arithmetic on it must not be absent: the inverses replace maxima that are never read.
             tensors=(*operands[:3], *cu_seqlens, *parts, inverses, inverses if maxima is None else maxima),
-            scalars=[*strides, *lengths, problem.batch, problem.num_heads_q, problem.num_heads_kv, tiles_q, tiles_k],
+            scalars=[
+                *strides,
+                *arguments.lengths(problem),
+                problem.batch,
+                problem.num_heads_q,
+                problem.num_heads_kv,
+                tiles_q,
+                tiles_k,
+            ],
             constants={"UNIT": unit} | constants | of_parts | how,
             options=options,
         )

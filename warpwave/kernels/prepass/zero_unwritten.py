@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from warpwave.kernels.arguments import band_constants, window
+from warpwave.kernels.arguments import band_constants, lengths
 from warpwave.kernels.groups import Sequences, Window
 from warpwave.kernels.prepass.in_use import begin_and_length, seen_by_position
 from warpwave.problem import AttentionProblem
@@ -100,12 +100,11 @@ def specify(problem: AttentionProblem, gradients: Sequence[Any], offsets: Sequen
     widths = [0 if t is None else t.shape[-1] * t.shape[-2] for t in gradients]
     blocks = -(-max(t.numel() for t in gradients if t is not None) // BLOCK)
     parts = max(1, min(blocks, MOST_PROGRAMS // problem.batch))
-    lengths = [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k]
     return launch.Launch(
         kernel=zero_unwritten_kernel,
         grid=problem.batch * parts,
         tensors=(*gradients, *offsets),
-        scalars=[*widths, *lengths, *window(problem), problem.batch],
+        scalars=[*widths, *lengths(problem), problem.batch],
         constants={"IS_VARLEN": problem.packed, **band_constants(problem), "BLOCK": BLOCK},
         options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
     )

@@ -11,11 +11,11 @@ from warpwave.kernels.arguments import (
     band_constants,
     dot_precision,
     feature_constants,
+    lengths,
     lse_strides,
     padded,
     score_rules,
     token_strides,
-    window,
 )
 from warpwave.kernels.three_kernel.config import block_k_of, block_v_of, may_hide_keys
 from warpwave.kernels.three_kernel.device import chunk_scores_kernel, chunk_values_kernel
@@ -86,7 +86,7 @@ def launches(
     # If launch latency dominates, each launch starts while the preceding one ends.
     ahead = gpu.capability >= 90 and (online or config.split_d > 1)
     begins = {"launch_pdl": True} if ahead else {}
-    lengths = (problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, *window(problem))
+    of_sequences = lengths(problem)
     heads = (problem.num_heads_q, problem.num_heads_q // problem.num_heads_kv)
     rules = score_rules(problem, mask, bias, slopes)
     of_out = (*token_strides(out)[:-1], 1, *lse_strides(problem))
@@ -105,7 +105,7 @@ def launches(
                 grid=chunk.heads * tiles_m * tiles_n * config.split_d,
                 tensors=(q, k, p if fused else raw, workspace.tile_max, workspace.tile_sum, mask, bias, slopes,
                          *ends),
-                scalars=[*token_strides(q), *token_strides(k), *strides, *split, *rules, *lengths,
+                scalars=[*token_strides(q), *token_strides(k), *strides, *split, *rules, *of_sequences,
                          *where, *heads, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": block_k,
                            "HEAD_DIM": problem.head_dim, "SPLIT_D": config.split_d, "FUSED": fused, **hides, **band,
@@ -121,7 +121,7 @@ def launches(
                 kernel=chunk_softmax_kernel,
                 grid=chunk.heads * tiles,
                 tensors=(raw, p, workspace.row_scale, lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*strides, *split, *p_strides, *lse_strides(problem), *rules, *lengths, *where,
+                scalars=[*strides, *split, *p_strides, *lse_strides(problem), *rules, *of_sequences, *where,
                          problem.num_heads_q, tiles, max(together, config.softmax_rows)],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "SPLIT_D": config.split_d,
                            "WHOLE": whole_rows(config, cut.width), "NORMALIZE": normalizes(problem, config),
@@ -135,7 +135,7 @@ def launches(
                 kernel=chunk_online_kernel,
                 grid=chunk.heads * tiles * -(-problem.head_dim_v // block_v),
                 tensors=(raw, v, out, lse, mask, bias, slopes, sinks, *ends),
-                scalars=[*strides, *split, *token_strides(v), *of_out, *rules, *lengths, *where, *heads,
+                scalars=[*strides, *split, *token_strides(v), *of_out, *rules, *of_sequences, *where, *heads,
                          tiles],
                 constants={"ROWS": config.softmax_rows, "KEYS": config.softmax_keys, "BLOCK_V": block_v,
                            "HEAD_DIM_V": problem.head_dim_v, "SPLIT_D": config.split_d, **hides, **band, **features,
@@ -149,7 +149,7 @@ def launches(
                 grid=chunk.heads * tiles_m * -(-problem.head_dim_v // block_v),
                 tensors=(p, workspace.row_scale, workspace.tile_max, workspace.tile_sum, v, out, lse, sinks,
                          *ends),
-                scalars=[*p_strides, *token_strides(v), *of_out, *lengths, *where, *heads, tiles_m, tiles_n],
+                scalars=[*p_strides, *token_strides(v), *of_out, *of_sequences, *where, *heads, tiles_m, tiles_n],
                 constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
                            "BLOCK_V": block_v, "HEAD_DIM_V": problem.head_dim_v, "FUSED": fused,
                            "ONE_STEP": is_one_step(problem, config, cut.width), **hides, **band, **of_sinks, **varlen,

@@ -181,8 +181,8 @@ def first_row_multiple(problem: AttentionProblem) -> int:
 
 def block_sizes(problem: AttentionProblem) -> list[int]:
     """Returns the run-time arguments of launches over tiles of rows (rows.py): lengths and window."""
-    window = arguments.window(problem)
-    return [problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k, problem.batch, *window]
+    *lengths, left, right = arguments.lengths(problem)
+    return [*lengths, problem.batch, left, right]
 
 
 def heads_at_once(problem: AttentionProblem, config: Config, heads: int, blocks: int, bytes_of_head: int) -> int:
@@ -232,11 +232,7 @@ def of_keys(problem: AttentionProblem, tensors: Tensors, config: Config, bytes_o
         problem.batch,
         tiles_per_head,
         heads_at_once(problem, config, heads, blocks, problem.seqlen_q * bytes_of_row),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        *arguments.window(problem),
+        *arguments.lengths(problem),
         query_tiles(problem, config.block_m) * config.block_m,
         scale,
         softcap_log2,
@@ -266,11 +262,7 @@ def of_queries(
         problem.batch,
         -(-problem.seqlen_q // block_m),
         host.heads_in_l2(problem, problem.num_heads_q, tiles, problem.seqlen_k * bytes_of_row, group),
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.total_q,
-        problem.total_k,
-        *arguments.window(problem),
+        *arguments.lengths(problem),
         statistic_rows,
         scale,
         softcap_log2,

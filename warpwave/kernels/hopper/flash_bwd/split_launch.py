@@ -92,8 +92,7 @@ def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
         scalars=[
             *strides,
             *arguments.lse_strides(problem),
-            *[problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k],
-            *arguments.window(problem),
+            *arguments.lengths(problem),
             *[problem.batch, problem.num_heads_q, problem.num_heads_kv],
             *[tiles_q, tiles_k, scale_ahead.num_tiles(problem)[1]],
         ],
