@@ -37,6 +37,7 @@ USES_THE_WORKBENCH = {
 }
 # (family, imported family): reason.
 USES_ANOTHER_FAMILY = {
+    ("kernels.flash_bwd", "kernels.prepass"): "zeros for tokens of no packed sequence precede these gradients",
     ("kernels.flash_fwd", "kernels.prepass"): "splitting float32 keys and values is the first launch of this forward",
     ("kernels.hopper.flash_bwd", "kernels.flash_bwd"): "`outrun` asks whether that kernel's joint launch takes a call",
     ("kernels.hopper.flash_bwd", "kernels.prepass"): "packing the mask into bits precedes these gradients",

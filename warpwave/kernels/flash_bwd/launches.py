@@ -107,7 +107,7 @@ def tensors_of(
         absent = [None] * (2 - len(added))
         of_parts = (*(parts for parts, _ in added), *absent, *(gradient for _, gradient in added), *absent)
         return [(*shared, lse, out, dlse, *_shared(outputs)), *([of_parts] if added else [])]
-    zeros = [(dq, dk, dv, cu_seqlens_q, cu_seqlens_k)] if problem.packed else []
+    zeros = [(dq, dk, dv, cu_seqlens_q, cu_seqlens_k)] if _has_zeros(problem, outputs) else []
     if config.joint:
         return [*zeros, (*shared, dlse, sinks, dq, dk, dv, _sums_of_bias(outputs), of_slopes, of_sinks)]
     found: list[tuple[Any, ...]] = [*zeros, (*shared, lse, statistics, out, dlse, sinks, dq, of_slopes, of_sinks)]
@@ -115,6 +115,11 @@ def tensors_of(
     if (sums := _sums_of_bias(outputs)) is not None:
         found.append((*shared, statistics, sums))
     return found
+
+
+def _has_zeros(problem: AttentionProblem, outputs: Outputs) -> bool:
+    """Returns whether a launch zeroes gradients of tokens, of which some may belong to no packed sequence."""
+    return problem.packed and any(gradient is not None for gradient in outputs[:3])
 
 
 def _shared(outputs: Outputs) -> tuple[Any, Any, Any]:
@@ -225,8 +230,8 @@ class _Launches:
             )
 
     def zeros(self) -> Iterator[launch.Launch]:
-        """Yields the launch that zeroes gradients of packed tokens, of which some may belong to no sequence."""
-        if self.problem.packed:
+        """Yields the launch that zeroes gradients of packed tokens."""
+        if _has_zeros(self.problem, self.outputs):
             given = next(self.tensors)
             yield zero_unwritten.specify(self.problem, given[:3], given[3:])
 
