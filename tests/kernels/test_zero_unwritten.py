@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -107,6 +108,18 @@ def test_programs_share_a_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None
     assert zero_unwritten.specify(problem, (None, None, torch.empty(9, 2, 40)), (None, None)).grid == 3 * 4
     check(problem)
     check(problem_of("bottom_right", (-1, -1), (49, 170), packed=True))
+
+
+def test_more_sequences_than_programs() -> None:
+    """Each program takes a sequence, and its part of the tokens behind the last."""
+    batch = zero_unwritten.MOST_PROGRAMS + 1
+    offsets = tuple(torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    offsets[1][-1] -= 1  # the last sequence has no key
+    problem = replace(problem_of(None, (-1, -1), (1, 1), packed=True), batch=batch, total_q=batch + 40, total_k=batch)
+    dq = torch.full((batch + 40, 1, 16), 7.0, device=DEVICE)
+    given = (dq, None, None)
+    launch.bind(zero_unwritten.specify(problem, given, offsets))(*given, *offsets)
+    assert dq[: batch - 1].eq(7).all() and dq[batch - 1 :].eq(0).all()
 
 
 def test_queries_beyond_the_stated_longest_sequence() -> None:

@@ -353,12 +353,12 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "gradients of tokens before the first packed sequence not zeroed", "kernels/prepass/zero_unwritten.py",
-        "first = tl.where(item == 0, 0, begin)", "first = begin + 0",
+        "_zero(ptr, tl.zeros_like(first), first, width,", "_zero(ptr, first, first, width,",
         UNWRITTEN, "", "assert",
     ),
     Mutant(
         "gradients of tokens behind the last packed sequence not zeroed", "kernels/prepass/zero_unwritten.py",
-        "tl.where(item == batch - 1, total, next_begin)", "next_begin",
+        "_zero(ptr, last + of_last, total, width,", "_zero(ptr, total, total, width,",
         UNWRITTEN, "", "assert",
     ),
     Mutant(

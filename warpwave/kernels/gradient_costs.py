@@ -14,7 +14,7 @@ from warpwave.kernels.cost import WARP_US, Cost, bytes_per_score, walk, walk_by_
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
 
 STATISTICS_BYTES = 8  # log-sum-exp and delta of a row, float32
-ZEROS = Cost(0, 0, 0, 0, 0, launches=1)  # of prepass/zero_unwritten.py, which is taken to zero no token
+ZEROS = Cost(0, 0, 0, 0, 0, launches=1)  # of prepass/zero_unwritten.py, whose few tokens are not counted
 
 
 def of_queries(problem: AttentionProblem, block_m: int, block_n: int, widths: tuple[int, int], walks: int = 1) -> Cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -193,6 +194,31 @@ def test_some_gradients_alone(dtype: str, config: Config) -> None:
             if one is not None and expected is not None:
                 torch.testing.assert_close(one, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
                 assert DEVICE.type != "cpu" or bits(one) == bits(expected), (wanted, name)
+
+
+@BOTH
+def test_some_gradients_of_packed_sequences_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of gradients holds NaN before the call, and the last tokens belong to no sequence."""
+
+    def of_nan(shape: Any, dtype: torch.dtype, device: torch.device) -> Callable[[], torch.Tensor]:
+        return lambda: torch.full(
+            tuple(shape), torch.nan if dtype.is_floating_point else 77, dtype=dtype, device=device
+        )
+
+    monkeypatch.setattr(host.scratch, "maker", of_nan)
+    case = replace(CASE, packed=True, batch=3, alibi="heads", sinks=True, heads=(1, 1), lengths=(20, 33))
+    call = cases.build(case, "normal", DEVICE)
+    dout, dlse = upstream(call)
+    cu_seqlens_q, cu_seqlens_k = (torch.minimum(t, t[-1] - 9) for t in call.operands[-2:])
+    call = with_operands(call, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    whole = differentiate(call, dout, dlse, config=config)
+    assert all(grad[-9:].eq(0).all() and grad.isfinite().all() for grad in whole[:3])
+    for wanted in (wanted for wanted in WANTED if not wanted[3]):  # there is no bias
+        found = differentiate(call, dout, dlse, wanted, config)
+        for want, name, one, expected in zip(wanted, NAMES, found, whole, strict=True):
+            assert (one is not None) == want, (wanted, name)
+            if one is not None and expected is not None:
+                torch.testing.assert_close(one, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
 
 
 def test_a_joint_launch_has_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

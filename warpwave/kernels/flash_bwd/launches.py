@@ -118,7 +118,7 @@ def tensors_of(
 
 
 def _has_zeros(problem: AttentionProblem, outputs: Outputs) -> bool:
-    """Returns whether a launch zeroes gradients of tokens, of which some may belong to no packed sequence."""
+    """Returns whether gradients must be zeroed: packed tokens may belong to no sequence."""
     return problem.packed and any(gradient is not None for gradient in outputs[:3])
 
 

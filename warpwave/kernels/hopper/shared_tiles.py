@@ -6,7 +6,7 @@ from __future__ import annotations
 from warpwave.gpu import WGMMA_ROWS
 from warpwave.problem import AttentionProblem, by_kind
 
-LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 384  # of tiles of rows
+LEAST_KEYS_PER_SM = 384  # of tiles of rows
 
 
 def query_tiles(problem: AttentionProblem, block_m: int, heads: int = 1) -> int:

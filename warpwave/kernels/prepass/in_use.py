@@ -40,8 +40,8 @@ def item_of_slot(slot, cu_seqlens_ptr, total, batch, BLOCK_ROWS: tl.constexpr):
 
 @jit
 def seen_by_position(length_q, length_k, window: Window, IS_KEYS: tl.constexpr):
-    """Returns [begin, end): the keys of a sequence that some query sees, or the queries that see some key, by the
-    positional mask alone, as in hopper/visible.py. (0, 0) if there are none."""
+    """Returns the range of keys that some query sees, or of queries that see some key, by position alone, as
+    hopper/flash_bwd/band.py does; (0, 0) if it is empty."""
     high = length_k - length_q + window.right
     if window.TOP_LEFT:
         high = tl.minimum(high, 0)

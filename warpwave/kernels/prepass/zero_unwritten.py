@@ -1,7 +1,7 @@
-"""A launch before gradients that zeroes those of the tokens that no later launch writes: tokens of no sequence, and
-those that the positional mask hides entirely.
+"""Zeroes the gradients that no other launch writes: those of tokens outside all sequences, and of tokens that the
+positional mask hides entirely.
 
-Bound: memory. Mostly there are few such tokens or none, and the launch takes its latency.
+Bound: memory. Usually there are few such tokens, and the launch costs only its latency.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
 from warpwave.runtime.triton_or_stub import jit, tl
 
-MOST_PROGRAMS = 1024  # unless there are more sequences: a long hidden one is divided between the idle multiprocessors
+MOST_PROGRAMS = 1024  # several share the hidden tokens of a sequence if there are fewer sequences
 BLOCK = 8192  # elements that a program zeroes at once
 
 
 @jit
 def _zero(ptr, first, end, width, part, parts, BLOCK: tl.constexpr):
-    """Zeroes the tokens [first, end) of a gradient, `width` elements each, one block in `parts`."""
+    """Zeroes every `parts`-th block of the tokens [first, end), from block `part` on. A token has `width` elements."""
     lanes = tl.arange(0, BLOCK)
     stop = end.to(tl.int64) * width
     for at in range(first.to(tl.int64) * width + part * BLOCK, stop, parts * BLOCK):
@@ -30,9 +30,12 @@ def _zero(ptr, first, end, width, part, parts, BLOCK: tl.constexpr):
 
 
 @jit
-def _unwritten(item, sequences: Sequences, window: Window, batch, IS_KEYS: tl.constexpr):
-    """Returns [first, seen_begin) and [seen_end, end) of the tokens of a sequence, and between it and its neighbors,
-    that no launch writes."""
+def _zero_gradient(ptr, width, sequences: Sequences, window: Window, batch, IS_KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeroes the hidden tokens of a sequence, which `programs / batch` programs share, and this program's part of those
+    before the first sequence and behind the last one."""
+    item = tl.program_id(0) % batch
+    part = tl.program_id(0) // batch
+    parts = tl.num_programs(0) // batch
     begin_q, length_q = begin_and_length(
         sequences.cu_seqlens_q_ptr, item, sequences.seqlen_q, sequences.total_q, sequences.IS_VARLEN
     )
@@ -41,18 +44,19 @@ def _unwritten(item, sequences: Sequences, window: Window, batch, IS_KEYS: tl.co
     )
     low, high = seen_by_position(length_q, length_k, window, IS_KEYS)
     begin = begin_k if IS_KEYS else begin_q
+    length = length_k if IS_KEYS else length_q
     longest = sequences.seqlen_k if IS_KEYS else sequences.seqlen_q
+    if not sequences.IS_VARLEN:
+        begin += item * longest
+    _zero(ptr, begin, begin + low, width, part, parts, BLOCK)
+    _zero(ptr, begin + tl.minimum(high, longest), begin + length, width, part, parts, BLOCK)
     if sequences.IS_VARLEN:
         total = sequences.total_k if IS_KEYS else sequences.total_q
         offsets_ptr = sequences.cu_seqlens_k_ptr if IS_KEYS else sequences.cu_seqlens_q_ptr
-        next_begin, _ = begin_and_length(offsets_ptr, tl.minimum(item + 1, batch - 1), 0, total, True)
-        first = tl.where(item == 0, 0, begin)
-        end = tl.where(item == batch - 1, total, next_begin)
-    else:
-        begin += item * longest
-        first = begin
-        end = begin + longest
-    return first, begin + low, begin + tl.minimum(high, longest), end
+        first, _ = begin_and_length(offsets_ptr, 0, 0, total, True)
+        last, of_last = begin_and_length(offsets_ptr, batch - 1, 0, total, True)
+        _zero(ptr, tl.zeros_like(first), first, width, tl.program_id(0), tl.num_programs(0), BLOCK)
+        _zero(ptr, last + of_last, total, width, tl.program_id(0), tl.num_programs(0), BLOCK)
 
 
 @jit(do_not_specialize=["batch"])
@@ -68,26 +72,18 @@ def zero_unwritten_kernel(
     batch,
     BLOCK: tl.constexpr,
 ):
-    """Zeroes the tokens of one sequence, and those before the first or after it, in gradients that are given.
+    """Zeroes hidden tokens and tokens outside all sequences, in the gradients that are given.
 
     Args:
         dq_ptr, dk_ptr, dv_ptr: (tokens, width), contiguous.
         width_q, width_k, width_v: elements of a token of all heads.
     """
-    item = tl.program_id(0) % batch
-    part = tl.program_id(0) // batch
-    parts = tl.num_programs(0) // batch
     if dq_ptr is not None:
-        first, seen_begin, seen_end, end = _unwritten(item, sequences, window, batch, False)
-        _zero(dq_ptr, first, seen_begin, width_q, part, parts, BLOCK)
-        _zero(dq_ptr, seen_end, end, width_q, part, parts, BLOCK)
-    first, seen_begin, seen_end, end = _unwritten(item, sequences, window, batch, True)
+        _zero_gradient(dq_ptr, width_q, sequences, window, batch, False, BLOCK)
     if dk_ptr is not None:
-        _zero(dk_ptr, first, seen_begin, width_k, part, parts, BLOCK)
-        _zero(dk_ptr, seen_end, end, width_k, part, parts, BLOCK)
+        _zero_gradient(dk_ptr, width_k, sequences, window, batch, True, BLOCK)
     if dv_ptr is not None:
-        _zero(dv_ptr, first, seen_begin, width_v, part, parts, BLOCK)
-        _zero(dv_ptr, seen_end, end, width_v, part, parts, BLOCK)
+        _zero_gradient(dv_ptr, width_v, sequences, window, batch, True, BLOCK)
 
 
 def specify(problem: AttentionProblem, gradients: Sequence[Any], offsets: Sequence[Any]) -> launch.Launch:

@@ -330,13 +330,13 @@ MAPS: tuple[Rule[Change], ...] = (
     ),
     Rule("by pointers", lambda c: not c.kind.is_hopper or c.kind.has_64_rows, (_kept,), "not measured"),
     Rule(
-        "Hopper, 16 bits, at most 32 rows, no mask or bias, pages of 16 or 32 or a block for each tile of rows: warp-"
-        "specialized blocks",
+        "Hopper, 16 bits, at most 32 rows, no mask or bias; pages of 16 or 32, a block for each tile of rows, or long "
+        "keys: warp-specialized blocks (few_rows_host.tiling)",
         lambda c: c.kind.may_have_roles and c.keys >= 0 and c.roles is not None,
         (lambda _, c: _with_roles(*c.roles),),
         "pages of 16: 4 x 4,096 keys 20.7 us, and 21.8 by pointers, 20 x 1,024 22.3 and 30.1; contiguous keys: 32 x "
         "3,000 89.6 and 91.4; 17 to 32 rows 0.96 to 1.47 times as fast, 1.07 in the mean of 29 calls "
-        "(2026-11-30-h200-decode-32-rows.json)",
+        "(2026-11-30-h200-decode-32-rows.json); others 2026-11-30-h200-tiles-of-few-rows.json",
         ROLES,
     ),
     Rule("keys that maps cannot load", lambda c: not c.kind.may_map, (_kept,), "not measured"),
@@ -472,7 +472,7 @@ AHEAD: tuple[Rule[Change], ...] = (
         lambda c: True,
         (_ahead,),
         "4 to 6 % in decode from a cold cache, one seventh in a small prefill, 1 to 8 % from pages; chunks from pages "
-        "and blocks of uneven numbers on the SMs 0.97 to 1.13 times as fast in nine calls, 1.01 in the mean "
+        "and calls whose SMs get different numbers of blocks 0.97 to 1.13 times as fast in 19 calls, 1.01 in the mean "
         f"({SPECIAL_CASES})",
         LOG,
     ),

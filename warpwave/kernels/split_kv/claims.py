@@ -40,7 +40,7 @@ FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
 # only few tiles of rows are split.
 KEYS = (256, 1024)
 MOST_ROWS, LARGER_TILE = 64, 128  # rows of a tile, and of one of hopper/flash_fwd
-LEAST_SHARE_OF_LARGER_TILES = 0.48  # of the multiprocessors
+LEAST_SHARE_OF_LARGER_TILES = 0.5  # of the multiprocessors
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
 # Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
 # the GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
@@ -112,11 +112,12 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why hopper/flash_fwd is faster for few queries of many heads: its tiles of 128 rows read all keys less
-    often, up to 128 rows half as often.
+    often, up to 128 rows half as often. At head_dim 64 most of its tiles have 64 rows here.
 
-    From pages it is 1.10 to 1.58 times as fast in five such calls (2026-11-28-h200-prefill-from-pages.json), from
-    contiguous keys 1.03 to 1.38 times in eight, 1.17 in the mean, two of them with 0.48 and 0.70 tiles per
-    multiprocessor (2026-11-30-h200-tiles-of-few-rows.json).
+    From pages it is 1.25 to 1.58 times as fast in four such calls (2026-11-28-h200-prefill-from-pages.json), and 1.10
+    in another. From contiguous keys it is 1.03 to 1.38 times in eight, 1.17 in the mean, one of them at head_dim 64,
+    one with 0.70 tiles per multiprocessor and one with 0.48, too few for this rule
+    (2026-11-30-h200-tiles-of-few-rows.json).
     """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     rows, tiles = problem.seqlen_q * heads, query_tiles(problem, LARGER_TILE, heads)
@@ -130,7 +131,7 @@ def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     fills = tiles >= LEAST_SHARE_OF_LARGER_TILES * sms and tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM * sms
     if rows <= MOST_ROWS or not is_able or hides_keys or not fills:
         return []
-    return [f"{rows} rows share tiles; tiles of {LARGER_TILE} rows read all keys less often than tiles of {MOST_ROWS}"]
+    return [f"{rows} rows share tiles; hopper/flash_fwd has tiles of up to {LARGER_TILE} rows, this kernel {MOST_ROWS}"]
 
 
 def _gains_by_two(problem: AttentionProblem, gpu: Gpu, config: Config, tiles: int) -> bool:

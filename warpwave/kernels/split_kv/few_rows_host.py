@@ -115,7 +115,8 @@ def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[Map
 # ALONE on, unless it would end late; from pages already from SHORT_ALONE on if there are 129 to 960 keys
 # (2026-11-30-h200-tiles-of-few-rows.json). Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
 ALONE, SHORT_ALONE, UNEVEN, FULL = 0.7, 0.45, 1.5, 2.0
-LONG = 1024  # keys, in whole tiles; below SHORT_ALONE those of a multiprocessor
+LONG = 1024  # keys, in whole tiles
+KEYS_PER_SM = 1024  # fewest, of at most 16 rows, if there are fewer tiles than SHORT_ALONE
 # With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
 # blocks, several waves, end together (record 2026-11-28-h200-decode-splits.json).
 LATE, EVEN_SPLITS, LATE_STEPS = 1.1, 7, 128
@@ -157,34 +158,35 @@ def tiling(
     4,096 20.7 and 21.8; 12 x 2,048 26.5 and 30.6; 20 x 1,024 22.3 and 30.1; 1 x 8,192 9.3 and 11.3; 1 x 65,536 65.7 and
     66.7. Beyond two tiles per multiprocessor, copies of several kv heads are level within 2 % at head_dim 128 (128 x
     2,048: 243.8 us, and 246.9; 64 x 8,192: 489.0 and 486.5); contiguous keys and larger pages are 0.79 to 1.00 times as
-    fast there from 1,024 keys on (2026-11-30-h200-special-cases.json). From larger pages and contiguous keys this
+    fast there from 2,048 keys on (2026-11-30-h200-special-cases.json). From larger pages and contiguous keys this
     launch is faster if blocks are not split: 32 x 3,000 89.6 us and 91.4, pages of 64 12 x 2,048 25.7 and 27.7.
 
     Blocks of 32 rows (2026-11-30-h200-decode-32-rows.json): from pages of 16 and 32 0.96 to 1.47 times as fast in 21
     calls, 1.08 in the geometric mean. From larger pages and contiguous keys 0.97 to 1.11 times in eight calls, 1.05 in
     the mean. Between LATE and UNEVEN they would be 0.94 (24 x 5,001 keys) to 1.06 times as fast.
 
-    Contiguous keys and pages of 64 or 128 of 129 to 960 keys, head_dim above 64, as many tiles as there may be
+    Contiguous keys and pages of 64 or 128 of 129 to 960 keys, head_dim above 64, any number of tiles
     (2026-11-30-h200-tiles-of-few-rows.json): 0.92 to 1.82 times as fast in 37 calls, 1.18 in the mean. At most 128
-    keys are one step of another launch, and 0.75 to 1.09 times as fast in 13.
+    keys are one step of another launch, and 0.75 to 1.09 times as fast in 13 calls.
 
-    Head_dim up to 64, pages of 16 to 64, ALONE to FULL tiles per multiprocessor, by 128 keys a step: 0.81 to 1.56 times
-    as fast in 34 calls, 1.12 in the mean, half of them compared with this launch by 64 keys. With more tiles 0.61 to
-    1.13 in 20.
+    Head_dim up to 64, pages of 16 to 64, ALONE to FULL tiles per multiprocessor, 128 keys per step: 0.81 to 1.56 times
+    as fast in 34 calls, 1.12 in the mean, half of them compared with this launch and 64 keys per step. With more tiles
+    0.61 to 1.13 in 20 calls.
 
     Contiguous keys and pages of 64 or 128, head_dim above 64, at most 16 rows, fewer tiles and 1,024 keys for each
-    multiprocessor: 1.01 to 1.10 times as fast in seven calls; with fewer keys 0.72 to 1.09 in 15.
+    multiprocessor: 0.99 to 1.11 times as fast in 21 calls, 1.03 in the mean; in the seven timed after the rule was
+    written, 1.01 to 1.10. With fewer keys 0.72 to 1.09 in 15 calls.
     """
     sms, wide = gpu.assumed_sms, padded(problem.head_dim) + padded(problem.head_dim_v)
     small, is_narrow = 16 <= problem.page_size < KEYS, wide <= 128
-    is_short = not is_narrow and 2 * KEYS < keys_seen < LONG
+    is_short = not is_narrow and keys_seen < LONG
     if is_narrow:
         whole = tiles >= ALONE * sms and 16 <= problem.page_size < 2 * KEYS
     else:
         late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
         alone = SHORT_ALONE if is_short and problem.page_size else ALONE
         whole = tiles >= alone * sms and keys_seen > 2 * KEYS and not late
-    is_long = rows == ROWS[0] and not is_narrow and tiles < SHORT_ALONE * sms and tiles * keys_seen >= LONG * sms
+    is_long = rows == ROWS[0] and not is_narrow and tiles < SHORT_ALONE * sms and tiles * keys_seen >= KEYS_PER_SM * sms
     many = tiles > FULL * sms and (is_narrow or not (small or is_short))
     if wide > 256 or many or not (small or whole or is_long) or cannot(problem, gpu, rows):
         return None

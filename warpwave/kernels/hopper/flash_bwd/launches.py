@@ -309,7 +309,7 @@ def constants_of(problem: AttentionProblem, splits: int = 1, ascends: bool = Fal
 
 
 def zeros(problem: AttentionProblem, tensors: Tensors) -> list[Step]:
-    """Returns the launch that zeroes the gradients of queries and keys that no block writes; none if there are none."""
+    """Returns the launch that zeroes the gradients that blocks do not write; an empty list if they write all."""
     if not has_hidden_rows(problem):
         return []
 

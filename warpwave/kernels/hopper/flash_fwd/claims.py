@@ -23,7 +23,6 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 )
 from warpwave.kernels.hopper.shared_tiles import (
     LEAST_KEYS_PER_SM,
-    LEAST_SHARE_OF_SMS,
     heads_of_tile,
     query_tiles,
 )
@@ -33,6 +32,7 @@ from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
 DECODE_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
+LEAST_SHARE_OF_SMS = 0.75  # of tiles of rows from pages
 LEAST_PAGE, MAX_HEAD_DIM_OF_PAGES = 16, 256  # tokens that a copy takes at least; wider rows were not tried
 # Time for an element of an 8-bit cache that a widener converts, and for each score of the same step, by what shares a
 # factor. Fitted to calls of 8,192 tokens at head_dim 64, 128 and 256 on an H200

@@ -54,8 +54,6 @@ class Config:
             raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1, and at least 2 if tiles overlap")
         if self.blocks_per_sm > 1 and self.block_m != 64:
             raise ValueError(f"blocks_per_sm is {self.blocks_per_sm}; more than 1 needs block_m 64, not {self.block_m}")
-        if self.blocks_per_sm > 1 and self.num_stages > 4:
-            raise ValueError(f"num_stages is {self.num_stages}; blocks that share an SM have barriers for at most 4")
 
     @property
     def groups(self) -> int:
