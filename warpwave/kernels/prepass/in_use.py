@@ -1,5 +1,5 @@
-"""The rows of an operand that a launch before the attention converts: tiles of a packed tensor, and the rows of a
-sequence that are in use."""
+"""The rows of sequences for launches beside the attention: tiles of a packed tensor, and the rows of a sequence that
+are in use, or that the positional mask shows."""
 
 from __future__ import annotations
 

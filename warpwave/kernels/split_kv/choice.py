@@ -331,7 +331,7 @@ MAPS: tuple[Rule[Change], ...] = (
     Rule("by pointers", lambda c: not c.kind.is_hopper or c.kind.has_64_rows, (_kept,), "not measured"),
     Rule(
         "Hopper, 16 bits, at most 32 rows, no mask or bias; pages of 16 or 32, a block for each tile of rows, or long "
-        "keys: warp-specialized blocks (few_rows_host.tiling)",
+        "keys: warp-specialized blocks",
         lambda c: c.kind.may_have_roles and c.keys >= 0 and c.roles is not None,
         (lambda _, c: _with_roles(*c.roles),),
         "pages of 16: 4 x 4,096 keys 20.7 us, and 21.8 by pointers, 20 x 1,024 22.3 and 30.1; contiguous keys: 32 x "

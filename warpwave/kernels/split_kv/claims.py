@@ -115,8 +115,8 @@ def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     often, up to 128 rows half as often. At head_dim 64 most of its tiles have 64 rows here.
 
     From pages it is 1.25 to 1.58 times as fast in four such calls (2026-11-28-h200-prefill-from-pages.json), and 1.10
-    in another. From contiguous keys it is 1.03 to 1.38 times in eight, 1.17 in the mean, one of them at head_dim 64,
-    one with 0.70 tiles per multiprocessor and one with 0.48, too few for this rule
+    in another. From contiguous keys it is 1.03 to 1.38 times in seven, 1.18 in the mean, one of them at head_dim 64 and
+    one with 0.70 tiles per multiprocessor (1.15); and 1.10 times in one with 0.48, too few for this rule
     (2026-11-30-h200-tiles-of-few-rows.json).
     """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
