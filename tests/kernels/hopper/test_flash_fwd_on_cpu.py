@@ -33,7 +33,7 @@ from warpwave.kernels.hopper import (
     visible,
     words,
 )
-from warpwave.kernels.hopper.flash_fwd import consumer, kernel, mask_bias, producer, widener
+from warpwave.kernels.hopper.flash_fwd import consumer, kernel, mask_bias, producer, splits, widener
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.kv_cache import new_tokens
 from warpwave.operands import AnyOperands
@@ -43,7 +43,7 @@ from warpwave.workbench.verify.reference import oracle
 
 MODULES = (
     *(kernel, consumer, producer, mask_bias, factors, pages, parts, rows, scheduler, serial, softmax, split_float32),
-    *(token_factors, visible, widener, words),
+    *(splits, token_factors, visible, widener, words),
 )
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
@@ -67,12 +67,24 @@ def on_cpu(
     else:
         specified = flash_fwd.specify(problem, H200, operands, out, lse, config)
         *ahead, attend = (specified,) if isinstance(specified, launch.Launch) else specified
+    merge = []
+    if config.num_splits > 1:
+        (attend, merging), ahead = (*ahead, attend), []
+        merge = [replace_constants(merging, LAUNCHED_AHEAD=False)]
+        for partial in merging.tensors[:2]:  # what is not written must do no harm
+            partial.fill_(torch.nan)
     for spec in ahead:
         launch.bind(spec)(*spec.tensors)
     maps = gluon_on_cpu.run_launch(attend, MODULES, 2, {})
+    for spec in merge:
+        launch.bind(spec)(*spec.tensors)
     if maps_of_keys is not None:
         maps_of_keys += [found for found in maps[3:9] if found is not None]
     return out, lse
+
+
+def replace_constants(spec: launch.Launch, **constants: Any) -> launch.Launch:
+    return spec._replace(constants={**spec.constants, **constants})
 
 
 SHORT = replace(PLAIN, lengths=(150, 210), heads=(2, 1), lse=True)
@@ -133,6 +145,27 @@ OF_GROUPS: dict[str, dict[str, Any]] = {
 def test_heads_that_share_tiles_on_a_cpu(features: str, kind: str) -> None:
     dtype, dims, heads, config = TOGETHER[kind]
     case = replace(SHORT, dtype=dtype, dims=dims, heads=heads, **{"lengths": (45, 130)} | OF_GROUPS[features])
+    call = cases.build(case, "normal", torch.device("cpu"))
+    out, lse = on_cpu(call.problem, call.operands, config)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+
+
+SPLIT: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]] = {
+    "of three": ("float16", (64, 80), (8, 2), flash_fwd.Config(128, 64, 2, heads=4, num_splits=3)),
+    "of one block of 64": ("bfloat16", (40, 48), (2, 2), flash_fwd.Config(64, 64, 3, 3, num_splits=2)),
+    "more than tiles": ("bfloat16", (48, 112), (6, 1), flash_fwd.Config(192, 64, 2, narrowest_v=64, heads=2, num_splits=5)),
+    "serial": ("float16", (64, 352), (4, 2), flash_fwd.Config(128, 32, 2, heads=2, num_splits=2)),
+    "wide": ("bfloat16", (256, 256), (4, 1), flash_fwd.Config(128, 64, 2, heads=4, num_splits=3)),
+}
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("features", OF_GROUPS)
+def test_split_keys_on_a_cpu(features: str, kind: str) -> None:
+    """Also splits without a tile, and rows that see none of a split's keys."""
+    dtype, dims, heads, config = SPLIT[kind]
+    case = replace(SHORT, dtype=dtype, dims=dims, heads=heads, **{"lengths": (45, 330)} | OF_GROUPS[features])
     call = cases.build(case, "normal", torch.device("cpu"))
     out, lse = on_cpu(call.problem, call.operands, config)
     verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)

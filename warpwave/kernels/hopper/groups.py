@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from warpwave.runtime.gluon_or_stub import gl
 from warpwave.runtime.parameters import Pointer
 
 
@@ -55,6 +56,23 @@ class Schedule(NamedTuple):
     seqlen_k: int
     total_q: int
     total_k: int
+
+
+class Splits(NamedTuple):
+    """The partial results of blocks that divide the keys of a tile (flash_fwd/splits.py); fields are absent, and
+    COLUMNS is 0, if blocks do not.
+
+    Attributes:
+        acc_ptr, state_ptr: a `partials.Workspace`, with COLUMNS columns.
+        rows: queries of all sequences.
+        many: blocks that divide the keys of a tile.
+    """
+
+    acc_ptr: Pointer
+    state_ptr: Pointer
+    rows: int
+    many: int
+    COLUMNS: gl.constexpr
 
 
 class KeySchedule(NamedTuple):

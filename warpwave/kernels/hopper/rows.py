@@ -1,7 +1,7 @@
 """Rows of a tile in shared memory: zeroes rows of a loaded tile past the end of a packed sequence or before the first
 visible row, and stores rows of out, in a packed call up to the end of the sequence."""
 
-from warpwave.kernels.hopper.parts import first_column, halves_of, matrix
+from warpwave.kernels.hopper.parts import ROWS, first_column, halves_of, matrix
 from warpwave.kernels.hopper.visible import place_of_queries, queries_of_warpgroup
 from warpwave.runtime.gluon_or_stub import (
     block_barrier,
@@ -156,6 +156,21 @@ def store_piece(tile, I: gl.constexpr, out_maps, out_ptr, work, row, num_heads, 
             )  # fmt: skip
     else:
         tma_store(out_maps[I], place_of_queries(work.batch, work.head, row, first_column(out_maps, I), rules), tile)
+
+
+@jit
+def store_accumulator(
+    x, out_ptr, query, queries_left, head, num_heads, WIDTH: gl.constexpr, COLUMN: gl.constexpr, HEADS: gl.constexpr
+):
+    """Stores the first queries of an accumulator of 64 rows, with HEADS heads each, to a contiguous float32 (queries,
+    num_heads * HEADS, WIDTH), from column COLUMN on. `head` counts HEADS heads as one. A quad of threads fills a sector
+    of 32 bytes."""
+    layout: gl.constexpr = x.type.layout
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    lines = ((query + rows // HEADS).to(gl.int64) * num_heads + head) * HEADS + rows % HEADS
+    inside = (rows < queries_left * HEADS)[:, None] & (columns < WIDTH)[None, :]
+    gl.store(out_ptr + (lines[:, None] * WIDTH + columns[None, :]), x, mask=inside)
 
 
 @jit

@@ -402,9 +402,9 @@ def store_float32(out, v_ring, out_ptr, work, row_first, num_heads, rules):
     if not rules.IS_VARLEN:
         row = work.batch.to(gl.int64) * work.seqlen_q + row_first
     for i in gl.static_range(len(out)):
-        store_slice(
+        store_accumulator(
             out[i], out_ptr, row, work.seqlen_q - row_first, work.head, num_heads, rules.HEAD_DIM_V,
-            out_column(v_ring.pieces, rules.PARTS, i),
+            out_column(v_ring.pieces, rules.PARTS, i), rules.HEADS,
         )  # fmt: skip
 
 
@@ -414,13 +414,3 @@ def out_column(pieces, PARTS, i):
     if int(PARTS) == 1:
         return sum(piece.shape[-1] for piece in list(pieces)[: int(i)])
     return slice_column(pieces, i)
-
-
-@jit
-def store_slice(x, out_ptr, row, rows_left, head, num_heads, HEAD_DIM_V: gl.constexpr, COLUMN: gl.constexpr):
-    """Stores the slice whose first column is COLUMN: see `store_float32`."""
-    layout: gl.constexpr = x.type.layout
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
-    offsets = ((row + rows).to(gl.int64) * num_heads + head)[:, None] * HEAD_DIM_V + columns[None, :]
-    gl.store(out_ptr + offsets, x, mask=(rows < rows_left)[:, None] & (columns < HEAD_DIM_V)[None, :])

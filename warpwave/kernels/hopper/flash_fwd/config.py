@@ -15,6 +15,7 @@ SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
+MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Config:
             with zeros: 112 is 64 + 32 + 16, or one piece of 128.
         heads: query heads of a kv head that share a tile (`pack_gqa` of FlashAttention): a power of two up to 64.
             A tile then holds `block_m / heads` queries of each.
+        num_splits: blocks that divide the keys of a tile; another launch merges their results if it is more than 1.
     """
 
     block_m: int
@@ -39,6 +41,7 @@ class Config:
     blocks_per_sm: int = 1
     narrowest_v: int = 16
     heads: int = 1
+    num_splits: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -50,6 +53,8 @@ class Config:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be one of {allowed}")
+        if not 1 <= self.num_splits <= MOST_SPLITS:
+            raise ValueError(f"num_splits is {self.num_splits}; it must be 1 to {MOST_SPLITS}")
         if self.num_stages < 1:
             raise ValueError(f"num_stages is {self.num_stages}; it must be at least 1, and at least 2 if tiles overlap")
         if self.blocks_per_sm > 1 and self.block_m != 64:
@@ -111,6 +116,12 @@ def out_pieces(problem: AttentionProblem, config: Config) -> tuple[int, ...]:
     return (128, 128) if out_columns(problem, config) == 128 and of_values == (256,) else of_values
 
 
+def stores_registers(problem: AttentionProblem, config: Config) -> bool:
+    """Returns whether out is stored from registers, without shared memory: in float32, and if it is a partial
+    result."""
+    return problem.dtype == "float32" or config.num_splits > 1
+
+
 @by_kind
 def out_columns(problem: AttentionProblem, config: Config) -> int:
     """Returns how many columns of out have their own shared memory, so that the next block's Q loads during the last
@@ -128,11 +139,20 @@ def out_columns(problem: AttentionProblem, config: Config) -> int:
 
 
 @by_kind
+def can_split(problem: AttentionProblem) -> bool:
+    """Returns whether blocks can divide the keys of a tile."""
+    is_unmasked = problem.mask_shape is None and problem.bias_shape is None
+    is_16_bits = problem.dtype != "float32" and not problem.is_quantized
+    return is_unmasked and is_16_bits and not problem.dropout_p and not problem.batch_invariant
+
+
+@by_kind
 def smem_bytes(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     """Returns an upper bound on the shared memory of one block; tests compare it with what every config compiles to."""
     if problem.dtype == "float32":
         return _smem(problem, config, 0, max(1, num_parts(problem, gpu)))
-    return _smem(problem, config, out_columns(problem, config), narrow_stages=narrow_stages(problem, config))
+    of_out = 0 if stores_registers(problem, config) else out_columns(problem, config)
+    return _smem(problem, config, of_out, narrow_stages=narrow_stages(problem, config))
 
 
 @by_kind

@@ -34,7 +34,8 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     word_of,
 )
 from warpwave.kernels.hopper.flash_fwd.widener import queries_in_float16
-from warpwave.kernels.hopper.groups import Queries, Schedule
+from warpwave.kernels.hopper.flash_fwd.splits import store_partial, tiles_of_split, work_of_split
+from warpwave.kernels.hopper.groups import Queries, Schedule, Splits
 from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
@@ -86,7 +87,6 @@ from warpwave.kernels.hopper.visible import (
     heads_of_rows,
     keys_of_sequence,
     place_of_group,
-    tiles_of_block,
 )
 from warpwave.runtime.gluon_or_stub import (
     aggregate,
@@ -347,7 +347,7 @@ class Consumer:
 
 
 @jit
-def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
+def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule, splits: Splits):
     """Computes attention for the GROUP-th 64 rows of each block that the producer announces."""
     q_tiles = role.q_tiles
     q_empty = role.q_empty
@@ -370,7 +370,8 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         keys = keys_of_sequence(work, rules)
         if is_added(beside):
             keys = aligned(keys)
-        block_begin, block_end = tiles_of_block(keys, work, rules)
+        work, split = work_of_split(work, splits)
+        block_begin, block_end, _ = tiles_of_split(keys, work, split, splits, rules)
         place, begin, whole_begin, whole_end, end = place_of_group(work, keys, block_begin, block_end, GROUP, rules)
         if rules.HAS_ALIBI:
             slope = gl.load(queries.alibi_slopes_ptr + work.batch * queries.stride_alibi_b + work.head)
@@ -425,6 +426,7 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
         n = skip(k_ring, v_ring, n, begin - block_begin)
 
         work = scheduler.read(box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
+        work, split = work_of_split(work, splits)
         row_first = first_query(work, GROUP, rules)
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), row_layout)
         if rules.RAISES:
@@ -452,7 +454,9 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule):
             out = out + (gl.where(like(saw_nothing, acc[i]), 0.0, acc[i] * like(factor, acc[i]) * inverse),)
         if rules.WRITE_LSE:
             store_lse(m_i, l_row, queries.lse_ptr, queries.stride_lb, queries.stride_lh, work, row_first, rules)
-        if is_float32(rules):
+        if splits.COLUMNS > 0:
+            store_partial(out, m_i, l_row, v_ring, work, split, row_first, schedule.num_heads, splits, rules)
+        elif is_float32(rules):
             store_float32(out, v_ring, queries.out_ptr, work, row_first, schedule.num_heads, rules)
         elif is_added(beside):
             wanted = level_wanted(out, saw_nothing, far, scheduler.careful_level(box, messages), beside)

@@ -12,17 +12,19 @@ import torch
 from warpwave import precision
 from warpwave.errors import UnsupportedProblem
 from warpwave.gpu import Gpu, current_gpu
-from warpwave.kernels import arguments, cache_descales, descales, dropout
+from warpwave.kernels import arguments, cache_descales, descales, dropout, partials
 from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
+    can_split,
     narrow_stages,
     num_parts,
     out_columns,
     out_pieces,
     registers,
     row_pieces,
+    stores_registers,
     values_first,
     widens_values,
 )
@@ -40,6 +42,7 @@ NEEDS_GPU = True
 QUANTIZED = True
 QUANTIZED_CACHE = True
 NO_PAGES = (None, None, None)
+NO_SPLITS = (None, None)
 NO_OTHERS = (None,) * 5  # words of a mask, bias, inverses, dropout's seed, factors of q
 WIDENS_VALUES = True  # a v of 8 bits is multiplied in float16
 SKIPS_HIDDEN_TILES = True  # tiles that a boolean mask hides from all queries of a block
@@ -71,11 +74,13 @@ class _OfClass(NamedTuple):
     """The common part of the launches of one class and config.
 
     Attributes:
+        family, merge: of the launch, and of the merge of partial results; None if keys are not split.
         boxes: source and block of each tensor map.
         scalars: the result of `_after_schedule`.
     """
 
     family: launch.Family
+    merge: launch.Family | None
     boxes: Sequence[tuple[int, tuple[int, ...]]]
     scalars: Sequence[Any]
 
@@ -89,7 +94,7 @@ class Binder:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._known: dict[Config, _OfClass] = {}
+        self._known: dict[Any, _OfClass] = {}
 
     def __call__(
         self, problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None
@@ -101,24 +106,30 @@ class Binder:
         if problem.dtype == "float32":
             straight = arguments.straightener(operands)
             return _bind_split(problem, self._gpu, straight(operands), config, allocate, straight, out)
-        known = self._known.get(config)
-        launch_kernel = None if known is None else _launcher(problem, self._gpu, operands, config, known)
-        if launch_kernel is not None:
-            return _running(allocate, launch_kernel)
+        # The number of splits is a run-time argument, but the blocks that merge them are compiled for it.
+        splits = config.num_splits
+        key = config if splits == 1 else (replace(config, num_splits=2), partials.loads(problem, splits))
+        known = self._known.get(key)
+        found = None if known is None else _launchers(problem, self._gpu, operands, config, known)
+        if found is not None:
+            return _running(problem, allocate, config, operands.q.device, *found)
         mappable = _mappable(problem, operands)
         first = mappable(operands)
         out, lse = allocate(out)
         *before, spec, sources, plans = _specify_whole(problem, self._gpu, first, out, lse, config)
+        merging = launch.Family(_specify_merge(problem, first, spec, out, lse, config)) if splits > 1 else None
         *before, widen = map(launch.bind, before) if widens_values(problem) else (*map(launch.bind, before), None)
         pack = before[0] if before else None
         family = tensor_maps.family(spec, plans, sources)
         launch_kernel = family.first()
+        merge = None if merging is None else merging.first()
         reads_more = pack is not None or operands.bias is not None or operands.dropout_seed is not None
         if not reads_more and not problem.is_quantized:
             if mappable is arguments.as_it_is:
                 boxes = [(plan.source, plan.block) for plan in plans if plan is not None]
-                self._known[config] = _OfClass(family, boxes, _after_schedule(problem, operands))
-            return arguments.behind(mappable, _running(allocate, launch_kernel))
+                self._known[key] = _OfClass(family, merging, boxes, _after_schedule(problem, operands))
+            run = _running(problem, allocate, config, operands.q.device, launch_kernel, merge)
+            return arguments.behind(mappable, run)
         make_words = scratch.maker((mask_bits.packed(problem).size if before else 0,), torch.int32, out.device)
         workspace = scratch.memory([(sources[2].shape, torch.float16)] if widen else [], out.device)
 
@@ -140,7 +151,27 @@ class Binder:
         return arguments.behind(mappable, run_beside)
 
 
-def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> arguments.Run:
+def _running(
+    problem: AttentionProblem,
+    allocate: arguments.Allocate,
+    config: Config,
+    device: torch.device,
+    launch_kernel: launch.Launcher,
+    merge: launch.Launcher | None,
+) -> arguments.Run:
+    workspace = partials.workspaces(problem, config.num_splits, device)
+
+    def run_splits(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
+        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *pages = operands
+        out, lse = allocate(out)
+        acc, state = workspace()
+        pages = pages or [None] * 5
+        of_pages = (*NO_OTHERS, *pages[3:], *pages[:3])
+        launch_kernel(q, k, v, out, out, lse, slopes, sinks, offsets_q, offsets_k, *of_pages, acc, state)
+        assert merge is not None
+        merge(acc, state, out, lse, sinks)
+        return out, lse
+
     def run(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *pages = operands
         out, lse = allocate(out)
@@ -149,7 +180,7 @@ def _running(allocate: arguments.Allocate, launch_kernel: launch.Launcher) -> ar
         launch_kernel(q, k, v, out, out, lse, slopes, sinks, offsets_q, offsets_k, *others, *pages[:3])
         return out, lse
 
-    return run
+    return run if merge is None else run_splits
 
 
 def _bind_flat(
@@ -176,11 +207,11 @@ def _flat(problem: AttentionProblem, operands: CachedOperands) -> tuple[Attentio
     return flat, operands._replace(q=operands.q.flatten(0, 1))
 
 
-def _launcher(
+def _launchers(
     problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, config: Config, known: _OfClass
-) -> launch.Launcher | None:
-    """Returns the launcher of another call of a known class. Returns None if no tensor map can have its strides, or if
-    Triton would compile again for its numbers."""
+) -> tuple[launch.Launcher, launch.Launcher | None] | None:
+    """Returns the launchers of another call of a known class, of its kernel and of its merge. Returns None if no tensor
+    map can have its strides, or if Triton would compile again for its numbers."""
     packed = problem.packed
     seen = [host.seen(operands.q, packed), *_seen_keys(problem, operands)]
     for _, (batch, head, *_) in seen:  # strides of pools are the same in all calls of a class
@@ -194,11 +225,18 @@ def _launcher(
         seen += (((problem.batch, heads, problem.seqlen_q, width), (problem.seqlen_q * row, width, row, 1)),)
     seen[0], seen[3] = host.together(seen[0], config.heads), host.together(seen[3], config.heads)
     maps = [tensor_maps.MapPlan(source, *seen[source], block) for source, block in known.boxes]
-    tiles = query_tiles(problem, config.block_m, config.heads)
-    schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2, config.heads)
+    splits = config.num_splits
+    tiles = query_tiles(problem, config.block_m, config.heads) * splits
+    schedule = host.of_schedule(problem, operands, tiles, splits, config.block_m, 2, config.heads)
     grid = min(tiles, gpu.assumed_sms * config.blocks_per_sm)
     of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES  # a call fewer without pages
-    return known.family.launcher(grid, [*schedule, *known.scalars, *of_pages], maps)
+    of_splits = NO_SPLITS if splits == 1 else (problem.rows, splits)
+    attend = known.family.launcher(grid, [*schedule, *known.scalars, *of_pages, *of_splits], maps)
+    if attend is None or known.merge is None:
+        return None if attend is None else (attend, None)
+    columns = partials.loads(problem, splits)[1]
+    merge = known.merge.launcher(partials.merge_grid(problem, columns), partials.merge_scalars(problem, splits))
+    return None if merge is None else (attend, merge)
 
 
 def _seen_keys(problem: AttentionProblem, operands: AnyOperands) -> tuple[host.Described, host.Described]:
@@ -279,7 +317,7 @@ def _plans(
     after the last key that a query sees."""
     plans: list[tensor_maps.MapPlan | None] = []
     of_keys, of_values = row_pieces(problem, config)
-    widths = (of_keys, of_keys, of_values, out_pieces(problem, config))
+    widths = (of_keys, of_keys, of_values, () if config.num_splits > 1 else out_pieces(problem, config))
     of_q, of_out = (host.together(host.seen(x, problem.packed), config.heads) for x in (operands.q, out))
     described = (of_q, *_seen_keys(problem, operands), of_out)
     of_tile = min(config.block_n, problem.page_size or config.block_n)
@@ -320,7 +358,8 @@ def specify(
     config: Config,
 ) -> launch.Launch | tuple[launch.Launch, ...]:
     """Returns the launch from tensors, which may be without memory (device "meta") if it is only compiled. If launches
-    precede it, returns a tuple that ends with it: they make parts of float32, pack a mask or widen a v of 8 bits."""
+    precede it, returns a tuple that ends with it: they make parts of float32, pack a mask or widen a v of 8 bits. If
+    keys are split, returns it and the launch that merges partial results."""
     if problem.dtype == "float32":
         ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
         return (*ahead, attend)
@@ -329,6 +368,8 @@ def specify(
         out = out.flatten(0, 1)
     operands = operands._replace(bias=_bias_for_maps(operands.bias))
     *before, attend, _, _ = _specify_whole(problem, gpu, operands, out, lse, config)
+    if config.num_splits > 1:
+        return attend, _specify_merge(problem, operands, attend, out, lse, config)
     return (*before, attend) if before else attend
 
 
@@ -344,6 +385,7 @@ def _specify_whole(
     v, if any, and the attention launch. Then returns the tensors that maps describe, and their maps."""
     _refuse_one_stage(problem, config)
     _refuse_heads(problem, config)
+    _refuse_splits(problem, config)
     before, words, mapped = [], None, operands
     if operands.mask is not None:
         words = torch.empty(mask_bits.packed(problem).size, dtype=torch.int32, device=out.device)
@@ -375,6 +417,20 @@ def _refuse_heads(problem: AttentionProblem, config: Config) -> None:
         )
 
 
+def _refuse_splits(problem: AttentionProblem, config: Config) -> None:
+    if config.num_splits > 1 and not can_split(problem):
+        raise UnsupportedProblem(
+            f"{config} cannot run {problem.describe()}",
+            {
+                NAME: [
+                    f"num_splits is {config.num_splits}; keys are split only in 16 bits without quantized q and k, "
+                    "mask, bias, dropout and batch_invariant"
+                ]
+            },
+            "num_splits=1",
+        )
+
+
 def _specify_parts(
     problem: AttentionProblem,
     gpu: Gpu,
@@ -386,6 +442,7 @@ def _specify_parts(
     """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
     maps."""
     _refuse_heads(problem, config)
+    _refuse_splits(problem, config)
     widths = [sum(found) for found in row_pieces(problem, config)]
     arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
     if count == 1:
@@ -417,16 +474,17 @@ def _specify(
     """Returns the launch of `hopper_flash_fwd_kernel` on the tensors that maps describe, `sources`; the last one is
     out."""
     out = sources[-1]
-    out_ptr = out if problem.packed or problem.dtype == "float32" else None
+    splits, workspace = config.num_splits, partials.workspaces(problem, config.num_splits, out.device)()
+    out_ptr = out if (problem.packed and splits == 1) or problem.dtype == "float32" else None
     tensors = {**dict(enumerate(sources)), BIAS_SOURCE: operands.bias}
     descriptors = [None if plan is None else launch.Mapped(plan, tensors[plan.source]) for plan in plans]
-    tiles = query_tiles(problem, config.block_m, config.heads)
+    tiles = query_tiles(problem, config.block_m, config.heads) * splits
     sms = gpu.assumed_sms
     others = (words, operands.bias, inverses, operands.dropout_seed, *_factors(operands), *_tables(operands))
     return launch.Launch(
         kernel=hopper_flash_fwd_kernel,
         grid=min(tiles, sms * config.blocks_per_sm),
-        tensors=(*descriptors, out_ptr, lse, *operands[5:9], *others, host.counter(out)),
+        tensors=(*descriptors, out_ptr, lse, *operands[5:9], *others, *workspace, host.counter(out)),
         scalars=_scalars(problem, operands, config, tiles, parts),
         constants=_constants(problem, config, parts)
         | {"BIAS": host.bias_kind(operands.bias), "HAS_ROWS": _tables(operands)[2] is not None},
@@ -442,8 +500,23 @@ def _specify(
 
 def _scalars(problem: AttentionProblem, operands: AnyOperands, config: Config, tiles: int, parts: int) -> list[Any]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
-    schedule = host.of_schedule(problem, operands, tiles, 1, config.block_m, 2 * parts, config.heads)
-    return [*schedule, *_after_schedule(problem, operands), *_page_scalars(operands)]
+    splits = config.num_splits
+    schedule = host.of_schedule(problem, operands, tiles, splits, config.block_m, 2 * parts, config.heads)
+    of_splits = NO_SPLITS if splits == 1 else (problem.rows, splits)
+    return [*schedule, *_after_schedule(problem, operands), *_page_scalars(operands), *of_splits]
+
+
+def _specify_merge(
+    problem: AttentionProblem,
+    operands: AnyOperands,
+    attend: launch.Launch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    config: Config,
+) -> launch.Launch:
+    """Returns the launch that merges the partial results of `attend`, after which it may begin early."""
+    *_, acc, state, _ = attend.tensors
+    return partials.specify_merge(problem, config.num_splits, acc, state, out, lse, operands.sinks, launched_ahead=True)
 
 
 def _after_schedule(problem: AttentionProblem, operands: AnyOperands) -> list[Any]:
@@ -491,12 +564,14 @@ def _constants(problem: AttentionProblem, config: Config, parts: int) -> dict[st
         "BLOCK_N": config.block_n,
         "STAGES": config.num_stages,
         "NARROW_STAGES": narrow_stages(problem, config),
-        "OWN_OUT": problem.dtype == "float32" or out_columns(problem, config) > 0,
+        "OWN_OUT": stores_registers(problem, config) or out_columns(problem, config) > 0,
         "VALUES_FIRST": values_first(problem, config),
         "PARTS": parts,
         "HEAD_DIM_V": problem.head_dim_v if problem.dtype == "float32" else 0,
         "HEADS": config.heads,
         **host.options_of(problem),
+        **({"WRITE_LSE": False, "HAS_SINKS": False} if config.num_splits > 1 else {}),  # the merge has both
+        "COLUMNS": problem.head_dim_v if config.num_splits > 1 else 0,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
         "HAS_MASK": problem.mask_shape is not None,

@@ -42,7 +42,7 @@ from warpwave.kernels.hopper.flash_fwd.widener import (
     unknown_end,
     widener,
 )
-from warpwave.kernels.hopper.groups import Dropout, KeyDescaleStrides, QDescaleStrides, Queries, Schedule
+from warpwave.kernels.hopper.groups import Dropout, KeyDescaleStrides, QDescaleStrides, Queries, Schedule, Splits
 from warpwave.kernels.hopper.parts import (
     Ring,
     barriers,
@@ -84,6 +84,7 @@ def hopper_flash_fwd_kernel(
     k_descale_ptr,
     v_descale_ptr,
     pages: Pages,
+    splits: Splits,
     counter_ptr,
     STAGES: gl.constexpr,
     NARROW_STAGES: gl.constexpr,
@@ -98,7 +99,7 @@ def hopper_flash_fwd_kernel(
 
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
     None. If several heads share a tile, maps of Q and out have the axes of host.together. In float32, PARTS consecutive
-    heads of a map are the parts of one head, and out, of HEAD_DIM_V columns, has no maps. Q_BLOCK, K_BLOCK and V_BLOCK
+    heads of a map are the parts of one head. Out of float32, of HEAD_DIM_V columns, and partial results have no maps. Q_BLOCK, K_BLOCK and V_BLOCK
     quantized tokens share a factor, or all tokens of a head if 0. NARROW_STAGES tiles of an 8-bit cache wait for the
     widener, 0 for another call. With TOKEN_FACTORS, each head of each token of that cache has a factor.
     """
@@ -107,8 +108,9 @@ def hopper_flash_fwd_kernel(
     q_maps = present(q_map, q_map_2, q_map_3)
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
-    out_maps = k_maps  # unused: in float32 out is stored from registers
-    if call_options.HEAD_DIM_V == 0:
+    has_out_maps: gl.constexpr = call_options.HEAD_DIM_V == 0 and splits.COLUMNS == 0
+    out_maps = k_maps  # unused: float32 is stored from registers
+    if has_out_maps:
         out_maps = present(out_map, out_map_2, out_map_3)
     has_blocks: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0
     factors = ()
@@ -158,7 +160,7 @@ def hopper_flash_fwd_kernel(
     k_ring = Ring(k_tiles, k_full, barriers(STAGES), STAGES, PARTS)
     v_ring = Ring(v_tiles, v_full, barriers(STAGES), STAGES, PARTS)
     out_tiles = q_tiles
-    if call_options.OWN_OUT and call_options.HEAD_DIM_V == 0:
+    if call_options.OWN_OUT and has_out_maps:
         if len(out_maps) > len(v_maps):  # out is stored in two halves
             out_tiles = buffers((out_maps[0],), GROUPS)
         else:
@@ -195,11 +197,11 @@ def hopper_flash_fwd_kernel(
     )
     warp_specialize(
         [
-            (consumer, (0, of_consumer, queries, schedule)),
-            (consumer, (1, of_consumer, queries, schedule)) if GROUPS > 1 else (),
-            (consumer, (2, of_consumer, queries, schedule)) if GROUPS > 2 else (),
+            (consumer, (0, of_consumer, queries, schedule, splits)),
+            (consumer, (1, of_consumer, queries, schedule, splits)) if GROUPS > 1 else (),
+            (consumer, (2, of_consumer, queries, schedule, splits)) if GROUPS > 2 else (),
             (widener, (of_widener,)) if NARROW_STAGES > 0 else (),
-            (producer, (of_producer, queries, schedule, pages, counter_ptr)),
+            (producer, (of_producer, queries, schedule, pages, splits, counter_ptr)),
         ],
         [4, 4, WIDENER_WARPS, 1],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

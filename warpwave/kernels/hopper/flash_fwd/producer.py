@@ -18,7 +18,8 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     word_of,
 )
 from warpwave.kernels.hopper.flash_fwd.widener import announce_end
-from warpwave.kernels.hopper.groups import Queries, Schedule
+from warpwave.kernels.hopper.flash_fwd.splits import tiles_of_split, work_of_split
+from warpwave.kernels.hopper.groups import Queries, Schedule, Splits
 from warpwave.kernels.hopper.pages import in_pages, load_tile_of_pages, of_sequence
 from warpwave.kernels.hopper.parts import (
     Ring,
@@ -74,7 +75,7 @@ class Producer:
 
 
 @jit
-def producer(role, queries: Queries, schedule: Schedule, pages: Pages, counter_ptr):
+def producer(role, queries: Queries, schedule: Schedule, pages: Pages, splits: Splits, counter_ptr):
     """Draws tiles of queries and loads their operands. With a mask or bias, it also reloads every block whose consumer
     reports a non-finite output (mask_bias.py). A message is overwritten only when the outcome of its block is known."""
     box = role.box
@@ -111,11 +112,12 @@ def producer(role, queries: Queries, schedule: Schedule, pages: Pages, counter_p
                     bits = last_tiles_shown(work, beside, rules)
                 scheduler.post_how(box, messages, level, bits)
             scheduler.post(box, messages, work, rules.IS_VARLEN)
+            work, split = work_of_split(work, splits)
             kv_head = work.head // schedule.group_size
             if is_masked(beside):
                 n = load_masked_block(role, work, kv_head, n, messages, bits)
             else:
-                n = load_block(role, work, pages, schedule.seqlen_k, kv_head, n, messages)
+                n = load_block(role, work, split, splits, pages, schedule.seqlen_k, kv_head, n, messages)
             messages += 1
         if is_added(beside):
             if not answers:
@@ -142,7 +144,7 @@ def is_more(t, num_tiles, known, messages, beside):
 
 
 @jit
-def load_block(role, work, pages: Pages, capacity, kv_head, n, messages):
+def load_block(role, work, split, splits: Splits, pages: Pages, capacity, kv_head, n, messages):
     """Loads the operands of a block of queries, K one tile ahead of V if tiles overlap. Returns the number of the next
     tile of K and V."""
     rules = role.rules
@@ -150,7 +152,7 @@ def load_block(role, work, pages: Pages, capacity, kv_head, n, messages):
     keys = keys_of_sequence(work, rules)
     if is_added(beside):
         keys = aligned(keys)
-    begin, end = tiles_of_block(keys, work, rules)
+    begin, end, _ = tiles_of_split(keys, work, split, splits, rules)
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
