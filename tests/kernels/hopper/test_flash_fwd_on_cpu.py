@@ -154,7 +154,12 @@ def test_heads_that_share_tiles_on_a_cpu(features: str, kind: str) -> None:
 SPLIT: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]] = {
     "of three": ("float16", (64, 80), (8, 2), flash_fwd.Config(128, 64, 2, heads=4, num_splits=3)),
     "of one block of 64": ("bfloat16", (40, 48), (2, 2), flash_fwd.Config(64, 64, 3, 3, num_splits=2)),
-    "more than tiles": ("bfloat16", (48, 112), (6, 1), flash_fwd.Config(192, 64, 2, narrowest_v=64, heads=2, num_splits=5)),
+    "more than tiles": (
+        "bfloat16",
+        (48, 112),
+        (6, 1),
+        flash_fwd.Config(192, 64, 2, narrowest_v=64, heads=2, num_splits=5),
+    ),
     "serial": ("float16", (64, 352), (4, 2), flash_fwd.Config(128, 32, 2, heads=2, num_splits=2)),
     "wide": ("bfloat16", (256, 256), (4, 1), flash_fwd.Config(128, 64, 2, heads=4, num_splits=3)),
 }

@@ -30,7 +30,7 @@ from warpwave.kernels.hopper.parts import (
     wait_full,
     zero_accumulator,
 )
-from warpwave.kernels.hopper.rows import zero_values
+from warpwave.kernels.hopper.rows import store_accumulator, zero_values
 from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait, with_fields
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from warpwave.gpu import Gpu
 from warpwave.kernels import rules
@@ -14,18 +15,22 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     row_pieces,
     runs,
 )
+from warpwave.kernels.hopper.split_tiles import LEAST_GAIN, Tile, can_split, split_tile, time_us
 from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
 
+SPLITS = (1, 2, 3, 4, 8)  # candidates
 GAIN_OF_SHARING = "0.98 to 1.08 times as fast as one head a tile at 1,024 queries and more, 0.94 to 1.74 at fewer"
 GAIN_OF_PADDING = "narrower pieces take 1.07 times as long at 48, 1.04 at 176; at 112 it allows blocks of 192 queries"
 
 
 def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
-    """Returns the default first, then every other candidate that fits the GPU's shared memory and registers; empty if
-    none fits."""
+    """Returns the default first, then every other candidate that fits the GPU's shared memory and registers, then
+    the default with other numbers of splits; empty if none fits."""
     parts, first = num_parts(problem, gpu), default(problem, gpu)
     found = fitting(problem, gpu)
+    if first is not None and can_split(problem):
+        found += [replace(first, num_splits=splits) for splits in SPLITS]
     if parts > 1:  # one stage only if nothing else fits
         found = [c for c in found if c.num_stages > 1 or replace(c, num_stages=2) not in found]
     return [] if first is None else [first, *(c for c in found if c != first)]
@@ -33,6 +38,19 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """Returns the config used when the caller names none; None if no config fits."""
+    whole = undivided(problem, gpu)
+    found = split_tile(problem, gpu)
+    if whole is None or found is None:
+        return whole
+    tile, splits = found
+    of_whole = Tile(whole.block_m, whole.block_n, whole.num_stages, whole.blocks_per_sm)
+    if time_us(problem, gpu, of_whole, 1) < LEAST_GAIN * time_us(problem, gpu, tile, splits):
+        return whole
+    return _divided(_of_tile(problem, gpu, tile), splits)
+
+
+def undivided(problem: AttentionProblem, gpu: Gpu) -> Config | None:
+    """Returns the config that the tables choose, whose blocks do not divide keys; None if none fits."""
     candidates = _candidates(problem, gpu)
     if len(candidates) == 1:  # by what does not depend on lengths
         return candidates[0][1]
@@ -41,6 +59,17 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
         if rule.holds(call):
             return config
     return candidates[-1][1]  # its rule holds for every call
+
+
+@by_kind
+def _of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Config:
+    """Returns the config of a tile whose keys are split."""
+    return _completed(Call(problem, gpu), Config(*tile))
+
+
+@cache
+def _divided(config: Config, splits: int) -> Config:
+    return replace(config, num_splits=splits)
 
 
 def always_fits(problem: AttentionProblem, gpu: Gpu) -> bool:

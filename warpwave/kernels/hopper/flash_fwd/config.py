@@ -8,6 +8,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.host import bias_bytes, pieces
 from warpwave.kernels.hopper.shared_tiles import heads_of_tile
+from warpwave.kernels.hopper.split_tiles import MOST_SPLITS
 from warpwave.kernels.prepass import scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -15,7 +16,6 @@ SMEM_PER_SM = 228 * 1024  # the driver keeps 1 KiB of it for each block
 # Supported ways to compute float32 products, and the number of parts of an operand: scaled float16, or bfloat16.
 PARTS = {**scale_ahead.PARTS, "bf16x6": 3}
 ABLE = tuple(PARTS)
-MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,6 @@ def out_columns(problem: AttentionProblem, config: Config) -> int:
     if halves and _smem(problem, config, 128) <= limit:
         return 128
     return width if problem.is_quantized else 0
-
-
-@by_kind
-def can_split(problem: AttentionProblem) -> bool:
-    """Returns whether blocks can divide the keys of a tile."""
-    is_unmasked = problem.mask_shape is None and problem.bias_shape is None
-    is_16_bits = problem.dtype != "float32" and not problem.is_quantized
-    return is_unmasked and is_16_bits and not problem.dropout_p and not problem.batch_invariant
 
 
 @by_kind

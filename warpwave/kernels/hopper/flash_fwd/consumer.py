@@ -33,8 +33,8 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     without_unseen,
     word_of,
 )
-from warpwave.kernels.hopper.flash_fwd.widener import queries_in_float16
 from warpwave.kernels.hopper.flash_fwd.splits import store_partial, tiles_of_split, work_of_split
+from warpwave.kernels.hopper.flash_fwd.widener import queries_in_float16
 from warpwave.kernels.hopper.groups import Queries, Schedule, Splits
 from warpwave.kernels.hopper.parts import (
     LOG2_E,

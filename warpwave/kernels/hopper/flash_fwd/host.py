@@ -17,7 +17,6 @@ from warpwave.kernels.hopper import host
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     Config,
-    can_split,
     narrow_stages,
     num_parts,
     out_columns,
@@ -31,6 +30,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
 from warpwave.kernels.hopper.flash_fwd.kernel import hopper_flash_fwd_kernel
 from warpwave.kernels.hopper.parts import ROWS
 from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
+from warpwave.kernels.hopper.split_tiles import can_split
 from warpwave.kernels.prepass import mask_bits, scale_ahead, split_ahead, widen_values
 from warpwave.operands import AnyOperands, CachedOperands, QuantizedOperands
 from warpwave.problem import AttentionProblem

@@ -98,10 +98,11 @@ def hopper_flash_fwd_kernel(
     """Processes tiles of 64 * GROUPS rows until the counter is exhausted. A row is a query of one of HEADS heads.
 
     Tensor maps have the axes (batch, head, row, column), one map for each piece of a tile's width; absent pieces are
-    None. If several heads share a tile, maps of Q and out have the axes of host.together. In float32, PARTS consecutive
-    heads of a map are the parts of one head. Out of float32, of HEAD_DIM_V columns, and partial results have no maps. Q_BLOCK, K_BLOCK and V_BLOCK
-    quantized tokens share a factor, or all tokens of a head if 0. NARROW_STAGES tiles of an 8-bit cache wait for the
-    widener, 0 for another call. With TOKEN_FACTORS, each head of each token of that cache has a factor.
+    None. If several heads share a tile, maps of Q and out have the axes of host.together. In float32, PARTS
+    consecutive heads of a map are the parts of one head. Out of float32, of HEAD_DIM_V columns, and partial results
+    have no maps. Q_BLOCK, K_BLOCK and V_BLOCK quantized tokens share a factor, or all tokens of a head if 0.
+    NARROW_STAGES tiles of an 8-bit cache wait for the widener, 0 for another call. With TOKEN_FACTORS, each head of
+    each token of that cache has a factor.
     """
     GROUPS: gl.constexpr = call_options.GROUPS
     PARTS: gl.constexpr = call_options.PARTS

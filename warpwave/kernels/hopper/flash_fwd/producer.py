@@ -17,8 +17,8 @@ from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     tiles_shown,
     word_of,
 )
-from warpwave.kernels.hopper.flash_fwd.widener import announce_end
 from warpwave.kernels.hopper.flash_fwd.splits import tiles_of_split, work_of_split
+from warpwave.kernels.hopper.flash_fwd.widener import announce_end
 from warpwave.kernels.hopper.groups import Queries, Schedule, Splits
 from warpwave.kernels.hopper.pages import in_pages, load_tile_of_pages, of_sequence
 from warpwave.kernels.hopper.parts import (

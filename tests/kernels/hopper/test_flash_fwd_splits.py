@@ -1,0 +1,155 @@
+"""hopper/flash_fwd with the keys of a tile divided over blocks: gates over features, tiles and pages, equal bits, new
+lengths, graphs, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import cases, harness, paged
+from tests.conformance.cases import PLAIN, Case
+from tests.conformance.gates import forward_references, judge_forward
+from tests.conformance.harness import DEVICE, bits
+from tests.conformance.paged import PagedCase
+from tests.conformance.test_paged import OF_HOPPER
+from tests.conformance.test_paged import check as check_pages
+from warpwave import UnsupportedProblem, attention
+from warpwave.kernels.hopper.flash_fwd import Config
+
+CHUNK = replace(PLAIN, dtype="bfloat16", dims=(128, 128), lengths=(70, 3000), heads=(8, 2), batch=3)
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": "bottom_right"},
+    "top-left": {"causal": "top_left", "lengths": (700, 650)},
+    "window": {"window": (1000, 0)},
+    "both sides": {"window": (170, 45)},
+    "ALiBi": {"alibi": "heads", "causal": "bottom_right"},
+    "softcap": {"softcap": 20.0, "causal": "bottom_right"},
+    "sinks": {"sinks": True, "window": (220, 0)},
+    "packed": {"packed": True, "batch": 6, "lengths": (400, 1500), "causal": "bottom_right"},
+    "packed window": {"packed": True, "batch": 6, "lengths": (400, 1500), "window": (90, 3), "sinks": True},
+    "one key": {"lengths": (5, 1)},
+}
+TILES = (
+    Config(128, 128, 2, heads=4, num_splits=5),
+    Config(192, 64, 4, num_splits=2),
+    Config(64, 64, 3, 2, heads=2, num_splits=9),
+    Config(64, 128, 2, num_splits=30),
+)
+PAGED = ((300, 300), (129, 1000), (1, 77), (0, 40), (200, 200), (64, 900))
+
+
+def check(case: Case, config: Config, data: Any = "normal") -> None:
+    call = cases.build(case, data, DEVICE)
+    out, lse = harness.run(OF_HOPPER, call, config)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, f"{config} on {case}: {verdict}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", TILES, ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature: str, config: Config) -> None:
+    case = replace(CHUNK, **FEATURES[feature])
+    check(case, replace(config, heads=1) if case.alibi else config, "sharp")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dims", "config"),
+    [
+        ((8, 8), Config(64, 64, 3, 3, num_splits=3)),
+        ((64, 64), Config(192, 128, 3, num_splits=3)),
+        ((80, 48), Config(128, 128, 2, num_splits=4)),
+        ((112, 112), Config(192, 64, 3, narrowest_v=64, num_splits=2)),
+        ((192, 128), Config(128, 128, 2, heads=2, num_splits=3)),
+        ((256, 256), Config(128, 64, 2, heads=4, num_splits=7)),
+        ((64, 384), Config(128, 32, 2, num_splits=2)),
+    ],
+    ids=str,
+)
+def test_head_sizes(dims: tuple[int, int], config: Config, dtype: str) -> None:
+    for more in ({"causal": "bottom_right"}, {"packed": True, "window": (90, 0), "softcap": 30.0}):
+        check(replace(CHUNK, dims=dims, dtype=dtype, **more), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize("cache", ["", "float8_e4m3fn:head", "int8:token"])
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("packed", [False, True])
+def test_pages(packed: bool, page_size: int, cache: str, splits: int) -> None:
+    lengths = PAGED if packed else ((100, 700), (100, 100), (100, 330))
+    case = PagedCase(
+        page_size, "bfloat16", (128, 128), (8, 2), lengths, packed, "bottom_right", max_seqlen_k=1024, cache=cache
+    )
+    check_pages(OF_HOPPER, case, "normal", config=Config(128, 64, 2, heads=2, num_splits=splits))
+
+
+@pytest.mark.gpu
+def test_new_lengths() -> None:
+    """Calls of one class with other lengths, numbers of splits and batches, each twice, with the same bits."""
+    for more in ({}, {"packed": True}):
+        for n in (0, 1, 7, 100, 333):
+            case = replace(CHUNK, causal="bottom_right", lengths=(70 + n, 2000 + 5 * n), batch=1 + n % 3, **more)
+            config = Config(128, 128, 2, heads=4, num_splits=2 + n % 9)
+            check(case, config)
+            call = cases.build(case, "normal", DEVICE)
+            assert bits(*harness.run(OF_HOPPER, call, config)) == bits(*harness.run(OF_HOPPER, call, config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_repeats_are_bit_equal(page_size: int) -> None:
+    config = Config(128, 128, 2, heads=4, num_splits=6)
+    if page_size:
+        of_pages = PagedCase(page_size, "bfloat16", (128, 128), (8, 2), PAGED, True, "bottom_right", max_seqlen_k=1024)
+        call = paged.build(of_pages, "normal", DEVICE)
+        run: Any = lambda: paged.run(OF_HOPPER, call, config=config)  # noqa: E731
+    else:
+        dense = cases.build(replace(CHUNK, causal="bottom_right"), "normal", DEVICE)
+        run = lambda: harness.run(OF_HOPPER, dense, config)  # noqa: E731
+    out, lse = run()
+    for _ in range(1500):
+        again, lse_again = run()
+        assert torch.equal(again, out) and torch.equal(lse_again, lse)
+
+
+@pytest.mark.gpu
+def test_replays_of_a_graph() -> None:
+    """Partial results of a captured call are the graph's own: calls between replays change nothing."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 128, generator=g, device=DEVICE).half() for n, h in ((64, 8), (4000, 2), (4000, 2)))
+    config = Config(128, 128, 2, heads=4, num_splits=4)
+    run = lambda *a: attention(*a, kernel=OF_HOPPER, config=config)  # noqa: E731
+    expected, other = run(q, k, v), run(q + 1, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(q, k, v)
+    for _ in range(200):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(run(q + 1, k, v), other)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [{"mask": "full"}, {"bias": "heads"}, {"dtype": "float32:tf32"}, {"dropout": 0.1}, {"dtype": "int8:int8:head"}],
+    ids=str,
+)
+def test_calls_whose_keys_are_not_split(change: dict[str, Any]) -> None:
+    call = cases.build(replace(CHUNK, **change), "normal", DEVICE)
+    with pytest.raises(UnsupportedProblem, match="num_splits is 2"):
+        harness.run(OF_HOPPER, call, Config(128, 64, 2, num_splits=2))
+
+
+@pytest.mark.parametrize("splits", [0, 65])
+def test_numbers_of_splits_are_checked(splits: int) -> None:
+    with pytest.raises(ValueError, match="num_splits is"):
+        Config(128, 64, 2, num_splits=splits)

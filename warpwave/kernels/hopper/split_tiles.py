@@ -1,0 +1,85 @@
+"""How many blocks of hopper/flash_fwd divide the keys of a tile, by an estimate of their time. Holds no device code."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from warpwave.gpu import WGMMA_ROWS, Gpu
+from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
+from warpwave.problem import AttentionProblem, by_kind
+
+# Of one SM of an H200: operations and bytes from memory in a microsecond; and of the whole GPU, bytes of partial results
+# that are written and read. Fitted to 50 calls (2026-12-01-h200-split-tiles.json).
+FLOPS_PER_US, BYTES_PER_US, MERGED_PER_US = 5.2e6, 60e3, 3.5e6
+# What a block takes beside its steps, in steps: for its first loads and for out; partial results have twice as many
+# bytes, and their stores do not overlap.
+START, START_OF_SPLIT = 1, 3
+MERGE_US = 1.5  # of the second launch
+LEAST_KEYS = 1024  # of a split
+MOST_WAVES, MOST_SPLITS = 4, 64
+LEAST_GAIN = 1.1
+
+
+class Tile(NamedTuple):
+    """The tile of a call whose keys are split: see `flash_fwd.config.Config`."""
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    blocks_per_sm: int
+
+
+@by_kind
+def can_split(problem: AttentionProblem) -> bool:
+    """Returns whether blocks can divide the keys of a tile."""
+    is_unmasked = problem.mask_shape is None and problem.bias_shape is None
+    is_16_bits = problem.dtype != "float32" and not problem.is_quantized
+    return is_unmasked and is_16_bits and not problem.dropout_p and not problem.batch_invariant
+
+
+@by_kind
+def _tiles(problem: AttentionProblem) -> tuple[Tile, Tile] | None:
+    """Returns the tile for up to 64 rows a sequence, and for more; None if keys of such calls are not split: a window
+    leaves few keys, and a cache of 8 bits was not tried."""
+    hides_keys = problem.window_size != (-1, -1) or (problem.causal and problem.causal.alignment == "top_left")
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if not can_split(problem) or hides_keys or problem.dtype_kv is not None or widest > 256:
+        return None
+    if widest > 160:
+        return Tile(64, 64, 2, 1), Tile(128, 64, 2, 1)
+    if widest > 128:
+        return Tile(64, 64, 2, 1), Tile(128, 128, 2, 1)
+    if widest > 64:
+        return Tile(64, 128, 2, 1), Tile(128, 128, 2, 1)
+    return Tile(64, 128, 2, 2), Tile(128, 128, 3, 1)
+
+
+def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
+    """Returns the tile and the number of splits with the least estimated time of a call; None if no number of splits
+    is worth an estimate."""
+    found = _tiles(problem)
+    if found is None or problem.seqlen_k < 2 * LEAST_KEYS or (problem.causal and 2 * problem.seqlen_q > problem.seqlen_k):
+        return None
+    heads, sms = heads_of_tile(problem), gpu.assumed_sms
+    tile = found[problem.seqlen_q * heads > WGMMA_ROWS]
+    tiles, places = query_tiles(problem, tile.block_m, heads), sms * tile.blocks_per_sm
+    most = min(MOST_SPLITS, problem.seqlen_k // LEAST_KEYS)
+    candidates = {min(most, waves * places // max(1, tiles)) for waves in range(1, MOST_WAVES + 1)}
+    candidates = {splits for splits in candidates if splits > 1}
+    if not candidates:
+        return None
+    return tile, min(candidates, key=lambda splits: time_us(problem, gpu, tile, splits))
+
+
+def time_us(problem: AttentionProblem, gpu: Gpu, tile: Tile, splits: int) -> float:
+    """Returns the estimated time of a call, in microseconds."""
+    heads, width = heads_of_tile(problem), problem.head_dim + problem.head_dim_v
+    blocks = query_tiles(problem, tile.block_m, heads) * splits
+    step = max(2 * tile.block_m * tile.block_n * width / FLOPS_PER_US, 2 * tile.block_n * width / BYTES_PER_US)
+    waves = -(-blocks // (gpu.assumed_sms * tile.blocks_per_sm))
+    start = START if splits == 1 else START_OF_SPLIT
+    time = waves * (problem.seqlen_k / tile.block_n / splits + start) * step * tile.blocks_per_sm
+    if splits > 1:
+        partials = 8 * splits * problem.rows * problem.num_heads_q * problem.head_dim_v
+        time += MERGE_US + partials / MERGED_PER_US
+    return time
