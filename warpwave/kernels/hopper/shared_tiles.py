@@ -6,8 +6,6 @@ from __future__ import annotations
 from warpwave.gpu import WGMMA_ROWS
 from warpwave.problem import AttentionProblem, by_kind
 
-LEAST_KEYS_PER_SM = 384  # of tiles of rows
-
 
 def query_tiles(problem: AttentionProblem, block_m: int, heads: int = 1) -> int:
     """Returns the number of query tiles in the schedule, over all heads and sequences, if `heads` heads share a tile:

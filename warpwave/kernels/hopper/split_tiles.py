@@ -8,16 +8,21 @@ from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
 from warpwave.problem import AttentionProblem, by_kind
 
-# Of one SM of an H200: operations and bytes from memory in a microsecond; and of the whole GPU, bytes of partial results
-# that are written and read. Fitted to 50 calls (2026-12-01-h200-split-tiles.json).
+# In a microsecond: operations of an SM, bytes that it loads, and bytes of partial results that a GPU writes and reads.
+# Fitted to 124 calls on an H200, whose default configs take 1.01 times as long as the fastest tried, in the geometric
+# mean (2026-12-01-h200-split-tiles.json).
 FLOPS_PER_US, BYTES_PER_US, MERGED_PER_US = 5.2e6, 60e3, 3.5e6
 # What a block takes beside its steps, in steps: for its first loads and for out; partial results have twice as many
 # bytes, and their stores do not overlap.
 START, START_OF_SPLIT = 1, 3
-MERGE_US = 1.5  # of the second launch
-LEAST_KEYS = 1024  # of a split
+MERGE_US = 4  # of the second launch
+LEAST_KEYS = 512  # of a split
 MOST_WAVES, MOST_SPLITS = 4, 64
 LEAST_GAIN = 1.1
+# Where hopper/flash_fwd is faster than split_kv: keys of all tiles of 64 rows for each SM, if these tiles are full and
+# nearly fill the SMs, and if not.
+LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM, LEAST_KEYS_PER_SM_OF_FEW = 0.75, 512, 1200
+FEWEST_ROWS = 17  # of a sequence; with fewer, most of a tile is empty
 
 
 class Tile(NamedTuple):
@@ -58,7 +63,11 @@ def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
     """Returns the tile and the number of splits with the least estimated time of a call; None if no number of splits
     is worth an estimate."""
     found = _tiles(problem)
-    if found is None or problem.seqlen_k < 2 * LEAST_KEYS or (problem.causal and 2 * problem.seqlen_q > problem.seqlen_k):
+    if (
+        found is None
+        or problem.seqlen_k < 2 * LEAST_KEYS
+        or (problem.causal and 2 * problem.seqlen_q > problem.seqlen_k)
+    ):
         return None
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     tile = found[problem.seqlen_q * heads > WGMMA_ROWS]
@@ -69,6 +78,23 @@ def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
     if not candidates:
         return None
     return tile, min(candidates, key=lambda splits: time_us(problem, gpu, tile, splits))
+
+
+def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Returns whether hopper/flash_fwd is faster than `split_kv`, if both run a call.
+
+    On an H200 (2026-12-01-h200-split-tiles.json), time of `split_kv` over that of hopper/flash_fwd by default:
+    PLACEHOLDER
+    """
+    heads, sms = heads_of_tile(problem), gpu.assumed_sms
+    rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)
+    if rows >= WGMMA_ROWS and tiles >= LEAST_SHARE_OF_SMS * sms:
+        return tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM * sms
+    # In a batch of prompts and decoding sequences the mean of the rows says little.
+    shares_all = heads * problem.num_heads_kv == problem.num_heads_q and not problem.packed
+    if rows < (FEWEST_ROWS if shares_all else WGMMA_ROWS) or _tiles(problem) is None:
+        return False
+    return tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM_OF_FEW * sms
 
 
 def time_us(problem: AttentionProblem, gpu: Gpu, tile: Tile, splits: int) -> float:

@@ -6,7 +6,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
-from warpwave.kernels.hopper.shared_tiles import LEAST_KEYS_PER_SM, heads_of_tile, query_tiles
+from warpwave.kernels.hopper.split_tiles import FEWEST_ROWS, can_split, outruns_split_kv
 from warpwave.kernels.split_kv.choice import (
     LARGEST_TILE,
     default,
@@ -39,8 +39,7 @@ FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
 # Of a prompt: the fewest at which splitting was measured to be faster, and the most in float32. In 16 bits, with more
 # only few tiles of rows are split.
 KEYS = (256, 1024)
-MOST_ROWS, LARGER_TILE = 64, 128  # rows of a tile, and of one of hopper/flash_fwd
-LEAST_SHARE_OF_LARGER_TILES = 0.5  # of the multiprocessors
+MOST_ROWS = 64  # of a tile
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
 # Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
 # the GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
@@ -77,10 +76,10 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """
     if problem.page_size:  # no later kernel is faster from pages; hopper/flash_fwd comes before this one
         return []
+    if problem.seqlen_q * problem.num_heads_q >= FEWEST_ROWS * problem.num_heads_kv and _is_of_hopper(problem, gpu):
+        return ["tiles of hopper/flash_fwd have enough rows and keys to fill the SMs; it splits keys as well"]
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
-        if problem.seqlen_q * problem.num_heads_q <= MOST_ROWS * problem.num_heads_kv:
-            return []  # most calls of few queries end here
-        return _many_rows(problem, gpu)
+        return []
     if problem.seqlen_k <= LARGEST_TILE and tile_of_sequence(problem, gpu) is not None:
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
@@ -110,28 +109,16 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     return [f"{asked} would give {given}; splitting is faster if both are at least {fewest}"]
 
 
-def _many_rows(problem: AttentionProblem, gpu: Gpu) -> list[str]:
-    """Returns why hopper/flash_fwd is faster for few queries of many heads: its tiles of 128 rows read all keys less
-    often, up to 128 rows half as often. At head_dim 64 most of its tiles have 64 rows here.
-
-    From pages it is 1.25 to 1.58 times as fast in four such calls (2026-11-28-h200-prefill-from-pages.json), and 1.10
-    in another. From contiguous keys it is 1.03 to 1.38 times in seven, 1.18 in the mean, one of them at head_dim 64 and
-    one with 0.70 tiles per multiprocessor (1.15); and 1.10 times in one with 0.48, too few for this rule
-    (2026-11-30-h200-tiles-of-few-rows.json).
-    """
-    heads, sms = heads_of_tile(problem), gpu.assumed_sms
-    rows, tiles = problem.seqlen_q * heads, query_tiles(problem, LARGER_TILE, heads)
+def _is_of_hopper(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Returns whether hopper/flash_fwd runs a call and is faster."""
     is_able = (
         gpu.vendor == "nvidia"
         and gpu.capability == 90
-        and not (problem.packed or problem.batch_invariant)
+        and can_split(problem)
         and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
     )
     hides_keys = problem.window_size != (-1, -1) or (problem.causal and problem.causal.alignment == "top_left")
-    fills = tiles >= LEAST_SHARE_OF_LARGER_TILES * sms and tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM * sms
-    if rows <= MOST_ROWS or not is_able or hides_keys or not fills:
-        return []
-    return [f"{rows} rows share tiles; hopper/flash_fwd has tiles of up to {LARGER_TILE} rows, this kernel {MOST_ROWS}"]
+    return is_able and not hides_keys and outruns_split_kv(problem, gpu)
 
 
 def _gains_by_two(problem: AttentionProblem, gpu: Gpu, config: Config, tiles: int) -> bool:

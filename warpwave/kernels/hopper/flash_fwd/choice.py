@@ -15,6 +15,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     row_pieces,
     runs,
 )
+from warpwave.kernels.hopper.shared_tiles import query_tiles
 from warpwave.kernels.hopper.split_tiles import LEAST_GAIN, Tile, can_split, split_tile, time_us
 from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
@@ -43,8 +44,7 @@ def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     if whole is None or found is None:
         return whole
     tile, splits = found
-    of_whole = Tile(whole.block_m, whole.block_n, whole.num_stages, whole.blocks_per_sm)
-    if time_us(problem, gpu, of_whole, 1) < LEAST_GAIN * time_us(problem, gpu, tile, splits):
+    if time_us(problem, gpu, _tile_of(whole), 1) < LEAST_GAIN * time_us(problem, gpu, tile, splits):
         return whole
     return _divided(_of_tile(problem, gpu, tile), splits)
 
@@ -65,6 +65,10 @@ def undivided(problem: AttentionProblem, gpu: Gpu) -> Config | None:
 def _of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Config:
     """Returns the config of a tile whose keys are split."""
     return _completed(Call(problem, gpu), Config(*tile))
+
+
+def _tile_of(config: Config) -> Tile:
+    return Tile(config.block_m, config.block_n, config.num_stages, config.blocks_per_sm)
 
 
 @cache
@@ -114,6 +118,7 @@ SHORT_SEQUENCES = "2026-11-29-h200-short-sequences.jsonl"
 MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 DROPOUT = "2026-11-30-h200-dropout.json"
 NARROW_FORWARD = "2026-11-30-h200-narrow-forward.json"
+SPLIT_TILES = "2026-12-01-h200-split-tiles.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
@@ -541,12 +546,29 @@ def _table(call: Call) -> tuple[Rule[Config], ...]:
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
-    rule, chosen = rule_of(problem, gpu), default(problem, gpu)
+    rule, chosen = rule_of(problem, gpu), undivided(problem, gpu)
     fits = chosen is not None and replace(chosen, narrowest_v=16, heads=1) in rule.choices
-    found = rules.notes([rule], config == chosen, fits)
+    found = [] if config.num_splits > 1 else rules.notes([rule], config == chosen, fits)
     if config.narrowest_v > 16:
         of_values = " + ".join(map(str, row_pieces(problem, config)[1]))
         found.append(f"rows of V are padded to {of_values} columns: {GAIN_OF_PADDING} ({BETWEEN})")
+    if config.num_splits > 1:
+        found.append(_note_of_splits(problem, gpu, config))
     if config.heads > 1:
         found.append(f"{config.heads} query heads of a kv head share a tile: {GAIN_OF_SHARING} ({TOGETHER})")
     return found
+
+
+def _note_of_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
+    """Returns what `explain` prints about the number of splits: the estimates that chose it, or that it was given."""
+    found, whole = split_tile(problem, gpu), undivided(problem, gpu)
+    said = f"num_splits = {config.num_splits}"
+    if config != default(problem, gpu) or found is None or whole is None:
+        return f"{said}, as given"
+    tile, splits = found
+    times = [time_us(problem, gpu, x, n) for x, n in ((_tile_of(whole), 1), (tile, splits))]
+    return (
+        f"{said}: {query_tiles(problem, config.block_m, config.heads)} tiles of {config.block_m} rows on "
+        f"{gpu.assumed_sms} SMs; estimated {times[0]:.0f} us with {whole.block_m} rows and one block a tile, "
+        f"{times[1]:.0f} us so ({SPLIT_TILES})"
+    )

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from warpwave import precision
 from warpwave.gpu import WGMMA_ROWS, Gpu
-from warpwave.kernels import reasons
-from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, odd_rows, walk
+from warpwave.kernels import partials, reasons
+from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, merging, odd_rows, walk
 from warpwave.kernels.hopper.flash_fwd.call import reach
 from warpwave.kernels.hopper.flash_fwd.choice import always_fits
 from warpwave.kernels.hopper.flash_fwd.config import (
@@ -21,18 +21,14 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     smem_bytes,
     widens_values,
 )
-from warpwave.kernels.hopper.shared_tiles import (
-    LEAST_KEYS_PER_SM,
-    heads_of_tile,
-    query_tiles,
-)
+from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
+from warpwave.kernels.hopper.split_tiles import outruns_split_kv
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
 MAX_HEAD_DIM = {"float16": 384, "bfloat16": 384, "float32": 256, "int8": 256, "float8_e4m3fn": 256, "float8_e5m2": 256}
 SIXTEEN_BIT = ("float16", "bfloat16")
 DECODE_QUERIES, MANY_KEYS = 32, 2048  # of a sequence, if keys that are not split leave SMs idle
-LEAST_SHARE_OF_SMS = 0.75  # of tiles of rows from pages
 LEAST_PAGE, MAX_HEAD_DIM_OF_PAGES = 16, 256  # tokens that a copy takes at least; wider rows were not tried
 # Time for an element of an 8-bit cache that a widener converts, and for each score of the same step, by what shares a
 # factor. Fitted to calls of 8,192 tokens at head_dim 64, 128 and 256 on an H200
@@ -142,15 +138,14 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json), and 1.23 to 5.52 in 32 with
     factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
     """
-    heads, sms = heads_of_tile(problem), gpu.assumed_sms
+    if outruns_split_kv(problem, gpu):
+        return []
+    heads = heads_of_tile(problem)
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)
-    if rows < WGMMA_ROWS:
-        return [f"a sequence has {rows} rows of a kv head on average; split_kv is faster with fewer than {WGMMA_ROWS}"]
-    if tiles < LEAST_SHARE_OF_SMS * sms:
-        return [f"{tiles} tiles of rows leave some of {sms} SMs idle; split_kv divides the keys"]
-    if tiles * problem.seqlen_k < LEAST_KEYS_PER_SM * sms:
-        return [f"{tiles} tiles of {problem.seqlen_k} keys on {sms} SMs are short; split_kv has lighter blocks"]
-    return []
+    return [
+        f"{tiles} tiles of {WGMMA_ROWS} rows, {rows} a sequence on average, on {problem.seqlen_k} keys and "
+        f"{gpu.assumed_sms} SMs: split_kv is faster with few rows a sequence, and with few keys an SM"
+    ]
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
@@ -197,21 +192,23 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         split_reads += values * problem.head_dim_v
         workspace += 2 * values * problem.head_dim_v
         launches += 1
-    of_tiles = walk(problem, config.block_m, config.block_n, config.heads)
+    of_tiles, splits = walk(problem, config.block_m, config.block_n, config.heads), config.num_splits
+    outputs = of_heads * (problem.head_dim_v * size_out + (4 if problem.return_lse else 0))
+    partial = partials.workspace_bytes(problem, splits) if splits > 1 else 0
     attend = Cost(
-        blocks=min(query_tiles(problem, config.block_m, config.heads), gpu.assumed_sms * config.blocks_per_sm),
+        blocks=min(query_tiles(problem, config.block_m, config.heads) * splits, gpu.assumed_sms * config.blocks_per_sm),
         flops=2 * scores * (width + width_v),
         exponentials=scores,
         read_bytes=reads,
-        write_bytes=of_heads * (problem.head_dim_v * size_out + (4 if problem.return_lse else 0)),
+        write_bytes=partial or outputs,
         smem_bytes=smem_bytes(problem, gpu, config),
-        workspace_bytes=workspace,
-        scratch_bytes=reads if workspace else 0,
-        items=max(1, of_tiles.items),
+        workspace_bytes=workspace + partial,
+        scratch_bytes=reads if workspace else partial,
+        items=max(1, of_tiles.items) * splits,
         widener_us=_widener_us(problem, config, visited, scores),
         steps=visited,
-        longest=max(1, of_tiles.longest),
-        order=launch_order(problem, config.block_m, config.block_n, config.heads) if problem.packed else (),
+        longest=-(-max(1, of_tiles.longest) // splits),
+        order=launch_order(problem, config.block_m, config.block_n, config.heads, splits) if problem.packed else (),
         cut=of_tiles.cut,
         # Each role loads the sequence offsets, then those of its tile.
         trips=5 if problem.packed or problem.page_size else 0,
@@ -220,6 +217,18 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         blocks_per_sm=config.blocks_per_sm,
         loop=_loop(problem, width_v, num_parts(problem, gpu)),
     )
+    if splits > 1:
+        columns = partials.column_blocks(problem, splits)
+        merge = merging(of_heads, splits, partial, outputs, ahead=True, column_blocks=columns)
+        return replace(
+            attend,
+            exponentials=attend.exponentials + merge.exponentials,
+            read_bytes=attend.read_bytes + partial,
+            write_bytes=attend.write_bytes + outputs,
+            scratch_bytes=2 * partial,
+            launches=2,
+            parts=(attend, merge),
+        )
     if not workspace:
         return attend
     ahead = Cost(0, 0, 0, split_reads, workspace, scratch_bytes=workspace, launches=launches - 1)

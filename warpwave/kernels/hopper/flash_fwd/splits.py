@@ -51,7 +51,7 @@ def store_partial(out, m_i, l_row, v_ring, work, split, row_first, num_heads, sp
     row = work.q_begin + row_first
     if not rules.IS_VARLEN:
         row = work.batch * work.seqlen_q + row_first
-    row = row + split.to(gl.int64) * splits.rows
+    row += split.to(gl.int64) * splits.rows
     for i in gl.static_range(len(out)):
         weighted = out[i] * gl.convert_layout(l_row, gl.SliceLayout(1, out[i].type.layout))[:, None]
         store_accumulator(
