@@ -67,9 +67,11 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((128, 64), {"causal": Causal()}, flash_fwd.Config(192, 128, 3)),
         ((128, 72), {"causal": Causal()}, flash_fwd.Config(192, 64, 4)),
         # All queries of a sequence in one block of 64, and more blocks than SMs.
-        ((64, 128), {"seqlen_q": 46, "batch": 25}, flash_fwd.Config(64, 64, 3, 2)),
+        ((64, 128), {"seqlen_q": 46, "batch": 25}, flash_fwd.Config(64, 128, 2)),
+        ((64, 128), {"seqlen_q": 46, "batch": 16}, flash_fwd.Config(64, 64, 3, 2)),
+        ((64, 128), {"seqlen_q": 46, "batch": 25, "seqlen_k": 2047}, flash_fwd.Config(64, 64, 3, 2)),
         ((64, 128), {"seqlen_q": 65, "batch": 25}, flash_fwd.Config(128, 128, 2)),
-        ((64, 128), {"seqlen_q": 46, "batch": 2}, flash_fwd.Config(64, 128, 2)),
+        ((64, 128), {"seqlen_q": 46, "batch": 2, "seqlen_k": 1000}, flash_fwd.Config(64, 128, 2)),
         ((176, 176), {"seqlen_q": 40, "batch": 48}, flash_fwd.Config(64, 64, 2, 2)),
         ((192, 192), {"seqlen_q": 64, "batch": 25}, flash_fwd.Config(128, 64, 3)),
         ((152, 152), {"seqlen_q": 192, "batch": 26}, flash_fwd.Config(128, 128, 2)),
@@ -90,7 +92,7 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((48, 40), {"seqlen_k": 1024, "causal": Causal()}, flash_fwd.Config(128, 128, 3, narrowest_v=64)),
         ((48, 48), {"seqlen_k": 1024, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3, narrowest_v=64)),
         ((8, 64), {"seqlen_k": 1024, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3)),
-        ((56, 56), {"seqlen_q": 80, "batch": 1}, flash_fwd.Config(128, 128, 3)),
+        ((56, 56), {"seqlen_q": 80, "seqlen_k": 1024, "batch": 1}, flash_fwd.Config(128, 128, 3)),
         ((56, 56), {}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"softcap": 30.0, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3)),
         ((64, 64), {"softcap": 30.0}, flash_fwd.Config(192, 128, 3)),
@@ -106,7 +108,7 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((64, 64), {"seqlen_q": 768, "seqlen_k": 768, "batch": 33}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"seqlen_k": 640, "mask_shape": (1, 1, 4096, 640)}, flash_fwd.Config(64, 64, 3, 3)),
         ((64, 64), {"seqlen_q": 128, "seqlen_k": 8192, "batch": 8}, flash_fwd.Config(128, 128, 3)),
-        ((64, 64), {"seqlen_q": 128, "seqlen_k": 8192, "batch": 4}, flash_fwd.Config(64, 128, 2, 2)),
+        ((64, 64), {"seqlen_q": 128, "seqlen_k": 1000, "batch": 4}, flash_fwd.Config(64, 128, 2, 2)),
         ((64, 64), {"seqlen_q": 512, "seqlen_k": 2048, "batch": 16, "causal": Causal()}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"seqlen_q": 1024, "seqlen_k": 2048, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3)),
         ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8192, "causal": Causal()}, flash_fwd.Config(128, 128, 2)),
@@ -245,3 +247,63 @@ def test_full_calls_of_few_keys_take_small_tiles_unless_rows_begin_between_secto
     config = choice.default(few, H200)
     assert config is not None
     assert (config.block_m, config.block_n) == tile
+
+
+@pytest.mark.parametrize(
+    ("change", "tile", "splits"),
+    [
+        # Tiles of 128 rows: 16, 64, 80 and 92 for 132 SMs.
+        ({"num_heads_q": 4, "num_heads_kv": 1}, (128, 128, 2, 1), 8),
+        ({"num_heads_q": 8, "num_heads_kv": 1, "seqlen_q": 1024}, (128, 128, 2, 1), 2),
+        ({"num_heads_q": 5, "num_heads_kv": 1, "seqlen_q": 2048, "causal": Causal()}, (128, 128, 2, 1), 3),
+        ({"batch": 23, "num_heads_q": 4, "num_heads_kv": 4, "seqlen_q": 88}, (128, 128, 2, 1), 4),
+        # Tiles of 64 rows, which hold all rows of a sequence.
+        ({"batch": 4, "num_heads_q": 32, "num_heads_kv": 4, "seqlen_q": 8, "causal": Causal()}, (64, 128, 2, 1), 8),
+        ({"head_dim": 256, "head_dim_v": 256, "seqlen_q": 512, "num_heads_q": 8}, (128, 64, 2, 1), 4),
+        ({"head_dim": 64, "head_dim_v": 64, "num_heads_q": 4, "seqlen_q": 512}, (128, 128, 3, 1), 8),
+        ({"head_dim": 160, "head_dim_v": 160, "seqlen_q": 512, "num_heads_q": 8}, (128, 128, 2, 1), 4),
+        ({"packed": True, "total_q": 512, "total_k": 16384, "num_heads_q": 4}, (128, 128, 2, 1), 6),  # 5 tiles a head
+        ({"page_size": 16, "num_heads_q": 4, "seqlen_q": 512}, (128, 128, 2, 1), 8),
+        ({"seqlen_k": 2560, "num_heads_q": 4}, (128, 128, 2, 1), 5),  # 512 keys a split
+        # Blocks for all SMs, few keys, and calls whose keys are not split.
+        ({"num_heads_q": 32, "seqlen_q": 512}, None, 1),
+        ({"num_heads_q": 32, "seqlen_q": 640}, None, 1),
+        ({"seqlen_k": 1023, "num_heads_q": 4}, None, 1),
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "num_heads_q": 4, "causal": Causal()}, None, 1),
+        ({"num_heads_q": 4, "window_size": (8000, 0)}, None, 1),
+        ({"num_heads_q": 4, "causal": Causal("top_left")}, None, 1),
+        ({"num_heads_q": 4, "mask_shape": (1, 1, 512, 16384)}, None, 1),
+        ({"num_heads_q": 4, "bias_shape": (1, 1, 512, 16384)}, None, 1),
+        ({"num_heads_q": 4, "dropout_p": 0.1}, None, 1),
+        ({"num_heads_q": 4, "batch_invariant": True}, None, 1),
+        ({"num_heads_q": 4, "dtype": "float32", "precision": "tf32"}, None, 1),
+        ({"num_heads_q": 4, "page_size": 16, "dtype_kv": "int8", "kv_factors": "head"}, None, 1),
+    ],
+    ids=str,
+)
+def test_how_many_blocks_divide_the_keys(
+    change: dict[str, Any], tile: tuple[int, int, int, int] | None, splits: int
+) -> None:
+    call: dict[str, Any] = {"batch": 1, "seqlen_q": 512, "seqlen_k": 16384, "head_dim": 128, "head_dim_v": 128} | change
+    problem = replace(LARGE, **({"num_heads_kv": call.get("num_heads_q", 4)} | call))
+    config = flash_fwd.default(problem, H200)
+    assert config is not None and config.num_splits == splits
+    if tile is not None:
+        assert (config.block_m, config.block_n, config.num_stages, config.blocks_per_sm) == tile
+        assert flash_fwd.smem_bytes(problem, H200, config) + 1024 <= 228 * 1024 // config.blocks_per_sm
+        said = choice.notes(problem, H200, config)
+        assert any(f"num_splits = {splits}: " in line and "estimated" in line for line in said)
+        other = choice.notes(problem, H200, replace(config, num_splits=splits + 1))
+        assert any("as given" in line for line in other)
+    cost = flash_fwd.cost(problem, H200, config)
+    assert cost.launches == (2 if splits > 1 else cost.launches)
+
+
+def test_the_cost_of_split_keys_counts_their_merge() -> None:
+    problem = replace(LARGE, batch=1, seqlen_q=512, seqlen_k=16384, num_heads_q=4, num_heads_kv=4)
+    whole, split = (flash_fwd.cost(problem, H200, flash_fwd.Config(128, 128, 2, num_splits=n)) for n in (1, 8))
+    partial = 8 * 512 * 4 * (LARGE.head_dim_v + 2) * 4
+    attend, merge = split.parts
+    assert split.workspace_bytes == attend.write_bytes == merge.read_bytes == partial
+    assert split.write_bytes == whole.write_bytes + partial and split.read_bytes == whole.read_bytes + partial
+    assert (whole.blocks, attend.blocks) == (16, 128) and attend.longest * 8 == whole.longest

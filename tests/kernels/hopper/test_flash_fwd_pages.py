@@ -251,14 +251,19 @@ def test_8_bit_pages_equal_pages_of_16_bits(cache: str, config: Config) -> None:
         ({"batch": 8, "seqlen_q": 32}, ""),
         ({"batch": 1, "seqlen_q": 256}, ""),
         ({"batch": 64, "packed": True, "total_q": 8256, "total_k": 64 * 4096}, ""),
-        ({"batch": 64, "seqlen_q": 1}, "has 4 rows"),
-        ({"batch": 64, "seqlen_q": 8}, "has 32 rows"),
-        ({"batch": 64, "packed": True, "total_q": 320, "total_k": 64 * 4096}, "has 20 rows"),
-        ({"batch": 1, "seqlen_q": 128}, "64 tiles of rows"),
-        ({"batch": 1, "seqlen_q": 256, "num_heads_q": 8}, "32 tiles of rows"),
-        ({"batch": 8, "seqlen_q": 64, "seqlen_k": 64}, "are short"),
-        ({"batch": 1, "seqlen_q": 256, "seqlen_k": 256}, "are short"),
-        ({"batch": 8, "seqlen_q": 128, "seqlen_k": 128}, ""),
+        ({"batch": 64, "seqlen_q": 8}, ""),
+        ({"batch": 1, "seqlen_q": 128}, ""),  # 64 tiles, 1,985 keys for each of 132 SMs
+        ({"batch": 1, "seqlen_q": 128, "seqlen_k": 16384, "num_heads_q": 8}, ""),  # the keys are split
+        ({"batch": 1, "seqlen_q": 32, "seqlen_k": 16384}, ""),
+        ({"batch": 8, "seqlen_q": 128, "seqlen_k": 256}, ""),
+        ({"batch": 64, "seqlen_q": 1}, "64 rows, 4 a sequence"),
+        ({"batch": 64, "packed": True, "total_q": 320, "total_k": 64 * 4096}, "64 rows, 20 a sequence"),
+        ({"batch": 64, "seqlen_q": 8, "num_heads_q": 24}, "64 rows, 8 a sequence"),  # heads do not share tiles
+        ({"batch": 1, "seqlen_q": 256, "num_heads_q": 8}, "32 tiles of 64 rows"),
+        ({"batch": 1, "seqlen_q": 128, "window_size": (4000, 0)}, "64 tiles of 64 rows"),  # its keys are not split
+        ({"batch": 1, "seqlen_q": 128, "dtype_kv": "int8", "kv_factors": "head"}, "64 tiles of 64 rows"),
+        ({"batch": 8, "seqlen_q": 64, "seqlen_k": 64}, "few keys"),
+        ({"batch": 1, "seqlen_q": 256, "seqlen_k": 256}, "few keys"),
     ],
 )
 def test_prefill_is_for_hopper_and_decode_for_split_kv(change: dict[str, Any], reason: str) -> None:

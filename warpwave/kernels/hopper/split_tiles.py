@@ -83,8 +83,9 @@ def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
 def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
     """Returns whether hopper/flash_fwd is faster than `split_kv`, if both run a call.
 
-    On an H200 (2026-12-01-h200-split-tiles.json), time of `split_kv` over that of hopper/flash_fwd by default:
-    PLACEHOLDER
+    On an H200 (2026-12-01-h200-split-tiles.json), hopper/flash_fwd is 0.87 to 3.1 times as fast in 61 calls for which
+    this holds, 1.33 in the geometric mean, and 0.36 to 1.33 times in 89 others, 0.72 in the mean. In 119 calls drawn
+    afterwards, which `split_kv` computed before, it is 0.92 to 2.6 times as fast, 1.24 in the mean.
     """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)

@@ -171,7 +171,8 @@ def tiling(
 
     Head_dim up to 64, pages of 16 to 64, ALONE to FULL tiles per multiprocessor, 128 keys per step: 0.81 to 1.56 times
     as fast in 34 calls, 1.12 in the mean, half of them compared with this launch and 64 keys per step. With more tiles
-    0.61 to 1.13 in 20 calls.
+    0.61 to 1.13 in 20 calls. From contiguous keys and larger pages, up to one tile per multiprocessor, 1.02 to 1.18 in
+    eight, 1.08 in the mean; with more 0.78 to 1.21 (2026-12-01-h200-split-tiles.json).
 
     Contiguous keys and pages of 64 or 128, head_dim above 64, at most 16 rows, fewer tiles and 1,024 keys for each
     multiprocessor: 0.99 to 1.11 times as fast in 21 calls, 1.03 in the mean; in the seven timed after the rule was
@@ -181,7 +182,8 @@ def tiling(
     small, is_narrow = 16 <= problem.page_size < KEYS, wide <= 128
     is_short = not is_narrow and keys_seen < LONG
     if is_narrow:
-        whole = tiles >= ALONE * sms and 16 <= problem.page_size < 2 * KEYS
+        fits_once = tiles <= sms and keys_seen > 2 * KEYS
+        whole = tiles >= ALONE * sms and (16 <= problem.page_size < 2 * KEYS or fits_once)
     else:
         late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
         alone = SHORT_ALONE if is_short and problem.page_size else ALONE

@@ -132,11 +132,11 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `split_kv` is faster on a cache.
 
-    Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's: 1.02 to
-    3.26 in 66 calls that these conditions leave to this kernel, 1.69 in the geometric mean; 0.84 to 0.98 in 4 short
-    ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer. On 8-bit caches 1.01 to 2.38 in 46
-    calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json), and 1.23 to 5.52 in 32 with
-    factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
+    Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's, whose
+    blocks then did not divide keys: 1.02 to 3.26 in 66 calls with tiles for 0.75 of the SMs, 1.69 in the geometric
+    mean; 0.84 to 0.98 in 4 short ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer. On
+    8-bit caches 1.01 to 2.38 in 46 calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json),
+    and 1.23 to 5.52 in 32 with factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
     """
     if outruns_split_kv(problem, gpu):
         return []
