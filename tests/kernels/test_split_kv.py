@@ -460,8 +460,10 @@ def test_cost_reads_keys_once_for_the_group() -> None:
         ({"seqlen_q": 3}, "hopper/flash_fwd"),
         ({"seqlen_q": 2}, "split_kv"),  # 16 rows
         ({"seqlen_q": 7, "num_heads_q": 24}, "split_kv"),  # 7 of 21 rows share a tile
-        ({"batch": 3}, "hopper/flash_fwd"),  # 48 tiles, 1,584 keys for each of 132 SMs
-        ({"batch": 2}, "split_kv"),  # 1,056
+        ({"batch": 2, "seqlen_k": 3960}, "hopper/flash_fwd"),  # 32 tiles, 960 keys for each of 132 SMs
+        ({"batch": 2, "seqlen_k": 3959}, "split_kv"),
+        ({"batch": 2, "seqlen_k": 4950, "head_dim": 64, "head_dim_v": 64}, "hopper/flash_fwd"),  # 1,200
+        ({"batch": 2, "seqlen_k": 4949, "head_dim": 64, "head_dim_v": 64}, "split_kv"),
         ({"batch": 13, "seqlen_k": 325}, "hopper/flash_fwd"),  # 208 tiles, 512 keys for each SM
         ({"batch": 13, "seqlen_k": 324}, "split_kv"),
         ({"num_heads_q": 71, "num_heads_kv": 1}, "split_kv"),  # no two heads share a tile of the other kernel

@@ -20,8 +20,9 @@ LEAST_KEYS = 512  # of a split
 MOST_WAVES, MOST_SPLITS = 4, 64
 LEAST_GAIN = 1.1
 # Where hopper/flash_fwd is faster than split_kv: keys of all tiles of 64 rows for each SM, if these tiles are full and
-# nearly fill the SMs, and if not.
-LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM, LEAST_KEYS_PER_SM_OF_FEW = 0.75, 512, 1200
+# nearly fill the SMs, and if not, above head_dim 64 and up to it.
+LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 512
+LEAST_KEYS_OF_FEW_WIDE, LEAST_KEYS_OF_FEW_NARROW = 960, 1200
 FEWEST_ROWS = 17  # of a sequence; with fewer, most of a tile is empty
 
 
@@ -83,8 +84,8 @@ def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
 def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
     """Returns whether hopper/flash_fwd is faster than `split_kv`, if both run a call.
 
-    On an H200 (2026-12-01-h200-split-tiles.json), hopper/flash_fwd is 0.87 to 3.1 times as fast in 61 calls for which
-    this holds, 1.33 in the geometric mean, and 0.36 to 1.33 times in 89 others, 0.72 in the mean. In 119 calls drawn
+    On an H200 (2026-12-01-h200-split-tiles.json), hopper/flash_fwd is 0.87 to 3.1 times as fast in 64 calls for which
+    this holds, 1.32 in the geometric mean, and 0.36 to 1.28 times in 86 others, 0.71 in the mean. In 119 calls drawn
     afterwards, which `split_kv` computed before, it is 0.92 to 2.6 times as fast, 1.24 in the mean.
     """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
@@ -95,7 +96,8 @@ def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
     shares_all = heads * problem.num_heads_kv == problem.num_heads_q and not problem.packed
     if rows < (FEWEST_ROWS if shares_all else WGMMA_ROWS) or _tiles(problem) is None:
         return False
-    return tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM_OF_FEW * sms
+    is_wide = max(problem.head_dim, problem.head_dim_v) > 64
+    return tiles * problem.seqlen_k >= (LEAST_KEYS_OF_FEW_WIDE if is_wide else LEAST_KEYS_OF_FEW_NARROW) * sms
 
 
 def time_us(problem: AttentionProblem, gpu: Gpu, tile: Tile, splits: int) -> float:

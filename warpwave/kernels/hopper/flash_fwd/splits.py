@@ -60,7 +60,7 @@ def store_partial(out, m_i, l_row, v_ring, work, split, row_first, num_heads, sp
         )  # fmt: skip
     rows = gl.arange(0, l_row.shape[0], l_row.type.layout)
     lines = (row + rows // rules.HEADS) * (heads * rules.HEADS) + heads_of_rows(work.head, rows, rules)
-    of_split = splits.rows.to(gl.int64) * (heads * rules.HEADS)
+    of_split = (heads * rules.HEADS).to(gl.int64) * splits.rows
     inside = rows < queries_left * rules.HEADS
     at = splits.state_ptr + lines + split * of_split  # a split has maxima, then sums
     gl.store(at, m_i, mask=inside)
