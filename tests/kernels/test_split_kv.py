@@ -164,6 +164,28 @@ def test_prompts_are_split_only_if_each_split_has_an_sm(batch: int, heads: int, 
 
 
 @pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({"seqlen_q": 512}, "hopper/flash_fwd"),
+        ({"seqlen_q": 2048, "num_heads_q": 1}, "hopper/flash_fwd"),
+        ({"seqlen_q": 2049, "num_heads_q": 1}, "split_kv"),  # tiles of unlike length, which the other does not split
+        ({"seqlen_q": 2049, "num_heads_q": 1, "causal": None}, "hopper/flash_fwd"),
+        ({"seqlen_q": 512, "seqlen_k": 1980}, "hopper/flash_fwd"),  # 64 tiles, 960 keys for each of 132 SMs
+        ({"seqlen_q": 512, "seqlen_k": 1979}, "split_kv"),
+        ({"seqlen_q": 512, "num_heads_q": 1, "mask_shape": (1, 1, 512, 4096)}, "split_kv"),
+        ({"seqlen_q": 512, "dtype": "float32", "seqlen_k": 1000}, "split_kv"),
+        ({"seqlen_q": 512, "packed": True, "total_q": 512, "total_k": 4096}, "hopper/flash_fwd"),
+    ],
+    ids=str,
+)
+def test_prompts_with_few_tiles(change: dict[str, Any], kernel: str) -> None:
+    prompt: dict[str, Any] = {
+        "seqlen_k": 4096, "num_heads_q": 8, "num_heads_kv": 1, "causal": Causal("bottom_right"), **change
+    }  # fmt: skip
+    assert dispatch.choose(replace(DECODE, batch=1, **prompt), H200).kernel.NAME == kernel
+
+
+@pytest.mark.parametrize(
     ("change", "tiling"),
     [
         ({"batch": 16}, (64, 4, 3)),  # by roles, an SM for nearly every tile of rows

@@ -93,9 +93,9 @@ def test_pages(packed: bool, page_size: int, cache: str, splits: int) -> None:
 @pytest.mark.gpu
 def test_new_lengths() -> None:
     """Calls of one class with other lengths, numbers of splits and batches, each twice, with the same bits."""
-    for more in ({}, {"packed": True}):
+    for packed in (False, True):
         for n in (0, 1, 7, 100, 333):
-            case = replace(CHUNK, causal="bottom_right", lengths=(70 + n, 2000 + 5 * n), batch=1 + n % 3, **more)
+            case = replace(CHUNK, causal="bottom_right", lengths=(70 + n, 2000 + 5 * n), batch=1 + n % 3, packed=packed)
             config = Config(128, 128, 2, heads=4, num_splits=2 + n % 9)
             check(case, config)
             call = cases.build(case, "normal", DEVICE)

@@ -64,11 +64,7 @@ def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
     """Returns the tile and the number of splits with the least estimated time of a call; None if no number of splits
     is worth an estimate."""
     found = _tiles(problem)
-    if (
-        found is None
-        or problem.seqlen_k < 2 * LEAST_KEYS
-        or (problem.causal and 2 * problem.seqlen_q > problem.seqlen_k)
-    ):
+    if found is None or not _has_keys_to_split(problem):
         return None
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     tile = found[problem.seqlen_q * heads > WGMMA_ROWS]
@@ -81,6 +77,12 @@ def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
     return tile, min(candidates, key=lambda splits: time_us(problem, gpu, tile, splits))
 
 
+def _has_keys_to_split(problem: AttentionProblem) -> bool:
+    """Returns whether there are keys for two splits, and all tiles see nearly as many."""
+    is_even = problem.causal is None or 2 * problem.seqlen_q <= problem.seqlen_k
+    return problem.seqlen_k >= 2 * LEAST_KEYS and is_even
+
+
 def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
     """Returns whether hopper/flash_fwd is faster than `split_kv`, if both run a call.
 
@@ -90,11 +92,14 @@ def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
     """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)
-    if rows >= WGMMA_ROWS and tiles >= LEAST_SHARE_OF_SMS * sms:
+    fills = tiles >= LEAST_SHARE_OF_SMS * sms
+    if rows >= WGMMA_ROWS and fills:
         return tiles * problem.seqlen_k >= LEAST_KEYS_PER_SM * sms
     # In a batch of prompts and decoding sequences the mean of the rows says little.
     shares_all = heads * problem.num_heads_kv == problem.num_heads_q and not problem.packed
     if rows < (FEWEST_ROWS if shares_all else WGMMA_ROWS) or _tiles(problem) is None:
+        return False
+    if not fills and not _has_keys_to_split(problem):
         return False
     is_wide = max(problem.head_dim, problem.head_dim_v) > 64
     return tiles * problem.seqlen_k >= (LEAST_KEYS_OF_FEW_WIDE if is_wide else LEAST_KEYS_OF_FEW_NARROW) * sms
