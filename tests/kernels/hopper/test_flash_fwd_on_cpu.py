@@ -192,6 +192,7 @@ FROM_PAGES: dict[str, dict[str, Any]] = {
     ("dims", "config"),
     [
         ((64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
+        ((80, 64), flash_fwd.Config(128, 64, 2, heads=2, num_splits=3)),
         ((192, 128), flash_fwd.Config(128, 128, 2)),
         ((256, 256), flash_fwd.Config(128, 64, 2, heads=2)),
         ((40, 48), flash_fwd.Config(192, 128, 3)),
@@ -209,6 +210,7 @@ def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, feature
     [
         ("bfloat16", "float8_e4m3fn:head", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
         ("float16", "int8:head", 64, (192, 128), flash_fwd.Config(128, 64, 2)),
+        ("bfloat16", "int8:token", 16, (48, 64), flash_fwd.Config(64, 64, 2, heads=2, num_splits=3)),
         ("bfloat16", "float8_e4m3fn:token", 16, (64, 80), flash_fwd.Config(128, 64, 2, heads=2)),
         ("float16", "int8:token", 256, (128, 128), flash_fwd.Config(192, 64, 3, heads=2)),
         ("float16", "float8_e4m3fn:token", 64, (48, 16), flash_fwd.Config(64, 128, 3)),
