@@ -48,6 +48,37 @@ HOPPER_FLOAT32 = [
     ),
 ]  # fmt: skip
 
+# Of its split keys, the same.
+SPLITS = "kernels/hopper/flash_fwd/splits.py"
+ON_SPLITS = "../kernels/hopper/test_flash_fwd_on_cpu.py::test_split_keys_on_a_cpu"
+HOPPER_SPLITS = [
+    Mutant(
+        "Hopper: a split without keys counts the tile that it loads", SPLITS,
+        "l_row = gl.where(is_empty, 0.0, l_row)", "l_row = gl.where(is_empty, l_row, l_row)",
+        ON_SPLITS, "full and more", "gates fail",
+    ),
+    Mutant(
+        "Hopper: a step between two splits left out", SPLITS,
+        "steps * (split + 1) // splits.many", "(steps * (split + 1) - 1) // splits.many",
+        ON_SPLITS, "full and three", "gates fail",
+    ),
+    Mutant(
+        "Hopper: sums of a split stored over the next split's maxima", SPLITS,
+        "lines + split * of_split", "lines",
+        ON_SPLITS, "full and three", "",
+    ),
+    Mutant(
+        "Hopper: partial results divided by their rounded sum", SPLITS,
+        "weighted = out[i] * gl.convert_layout", "weighted = out[i] + 0 * gl.convert_layout",
+        ON_SPLITS, "full and three", "gates fail",
+    ),
+    Mutant(
+        "Hopper: a split counted as a head", SPLITS,
+        "work = with_fields(work, head=work.head // splits.many)", "work = with_fields(work, head=work.head % 1)",
+        ON_SPLITS, "full and three", "gates fail",
+    ),
+]  # fmt: skip
+
 # Of its masks and biases, the same.
 ON_CPU = "../kernels/hopper/test_flash_fwd_on_cpu.py::"
 HOPPER_MASKS = [
@@ -205,7 +236,8 @@ HOPPER = [
     ),
     Mutant(
         "Hopper: rows stored into the next packed sequence", "kernels/hopper/rows.py",
-        "inside = (rows < queries_left * HEADS)", "inside = (rows < queries_left * HEADS + 8)",
+        "(rows < queries_left * HEADS)[:, None] & (columns < head_dim_v)",
+        "(rows < queries_left * HEADS + 8)[:, None] & (columns < head_dim_v)",
         "test_pairs.py::test_packed_equals_single_calls", "hopper", "bits(", needs_gpu=True,
     ),
     Mutant(

@@ -9,7 +9,7 @@ from tests.mutants.cache import CACHE, PAGED
 from tests.mutants.forward import NAMED, OTHERS
 from tests.mutants.found import FOUND
 from tests.mutants.gradients import BACKWARD, OF_DROPOUT
-from tests.mutants.hopper import HOPPER, HOPPER_FLOAT32, HOPPER_MASKS, HOPPER_PAGES, HOPPER_QUANTIZED
+from tests.mutants.hopper import HOPPER, HOPPER_FLOAT32, HOPPER_MASKS, HOPPER_PAGES, HOPPER_QUANTIZED, HOPPER_SPLITS
 from tests.mutants.hopper_gradients import HOPPER_BACKWARD, OF_HOPPER_DROPOUT
 from tests.mutants.integrations import INTEGRATIONS
 from tests.mutants.large_heads import LARGE_HEADS
@@ -18,7 +18,17 @@ from tests.mutants.quantized import QUANTIZED
 __all__ = ["MUTANTS", "NAMED"]
 
 MUTANTS = [
-    *(NAMED + OTHERS + PAGED + HOPPER_FLOAT32 + HOPPER_MASKS + HOPPER_QUANTIZED + HOPPER_PAGES + HOPPER),
+    *(
+        NAMED
+        + OTHERS
+        + PAGED
+        + HOPPER_FLOAT32
+        + HOPPER_MASKS
+        + HOPPER_QUANTIZED
+        + HOPPER_PAGES
+        + HOPPER_SPLITS
+        + HOPPER
+    ),
     *(LARGE_HEADS + FOUND + CACHE),
     *(BACKWARD + OF_DROPOUT + OF_HOPPER_DROPOUT + HOPPER_BACKWARD + INTEGRATIONS + QUANTIZED),
 ]

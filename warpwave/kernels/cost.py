@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -173,6 +173,19 @@ def merging(
         trips=1,
         block_us=max(2 * WARP_US, (0.05 + 0.035 * parts) / column_blocks),
         ahead=ahead,
+    )
+
+
+def with_merge(main: Cost, merge: Cost) -> Cost:
+    """Returns the cost of two launches, the second of which merges what the first writes (`merging`)."""
+    return replace(
+        main,
+        exponentials=main.exponentials + merge.exponentials,
+        read_bytes=main.read_bytes + merge.read_bytes,
+        write_bytes=main.write_bytes + merge.write_bytes,
+        scratch_bytes=main.scratch_bytes + merge.scratch_bytes,
+        launches=2,
+        parts=(main, merge),
     )
 
 

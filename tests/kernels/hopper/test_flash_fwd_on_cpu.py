@@ -158,7 +158,7 @@ SPLIT: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]]
         "bfloat16",
         (48, 112),
         (6, 1),
-        flash_fwd.Config(192, 64, 2, narrowest_v=64, heads=2, num_splits=5),
+        flash_fwd.Config(192, 64, 2, narrowest_v=64, heads=2, num_splits=9),
     ),
     "serial": ("float16", (64, 352), (4, 2), flash_fwd.Config(128, 32, 2, heads=2, num_splits=2)),
     "wide": ("bfloat16", (256, 256), (4, 1), flash_fwd.Config(128, 64, 2, heads=4, num_splits=3)),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials
 from warpwave.kernels.arguments import dot_precision, padded
-from warpwave.kernels.cost import PARTS, Cost, bytes_per_score, conversions, launch_order, merging, waits_for_memory
+from warpwave.kernels.cost import (
+    PARTS,
+    Cost,
+    bytes_per_score,
+    conversions,
+    launch_order,
+    merging,
+    waits_for_memory,
+    with_merge,
+)
 from warpwave.kernels.split_kv import few_rows_host as few_rows
 from warpwave.kernels.split_kv.choice import rows_said
 from warpwave.kernels.split_kv.config import (
@@ -72,15 +79,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         return attend
     columns = partials.column_blocks(problem, parts)
     merge = merging(rows, parts, scratch, outputs, ahead=config.launched_ahead, column_blocks=columns)
-    return replace(
-        attend,
-        exponentials=attend.exponentials + merge.exponentials,
-        read_bytes=attend.read_bytes + scratch,
-        write_bytes=attend.write_bytes + outputs,
-        scratch_bytes=2 * scratch,
-        launches=2,
-        parts=(attend, merge),
-    )
+    return with_merge(attend, merge)
 
 
 def _loop(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:

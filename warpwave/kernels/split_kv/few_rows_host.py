@@ -172,7 +172,8 @@ def tiling(
     Head_dim up to 64, pages of 16 to 64, ALONE to FULL tiles per multiprocessor, 128 keys per step: 0.81 to 1.56 times
     as fast in 34 calls, 1.12 in the mean, half of them compared with this launch and 64 keys per step. With more tiles
     0.61 to 1.13 in 20 calls. From contiguous keys and larger pages, up to one tile per multiprocessor, 1.02 to 1.18 in
-    eight, two of them with twice the stages, 1.08 in the mean; with more 0.78 to 1.21 (2026-12-01-h200-split-tiles.json).
+    eight, two of them with twice the stages, 1.08 in the mean; with more 0.78 to 1.21
+    (2026-12-01-h200-split-tiles.json).
 
     Contiguous keys and pages of 64 or 128, head_dim above 64, at most 16 rows, fewer tiles and 1,024 keys for each
     multiprocessor: 0.99 to 1.11 times as fast in 21 calls, 1.03 in the mean; in the seven timed after the rule was

@@ -8,7 +8,7 @@ from dataclasses import replace
 from warpwave import precision
 from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels import partials, reasons
-from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, merging, odd_rows, walk
+from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, merging, odd_rows, walk, with_merge
 from warpwave.kernels.hopper.flash_fwd.call import reach
 from warpwave.kernels.hopper.flash_fwd.choice import always_fits
 from warpwave.kernels.hopper.flash_fwd.config import (
@@ -219,16 +219,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     )
     if splits > 1:
         columns = partials.column_blocks(problem, splits)
-        merge = merging(of_heads, splits, partial, outputs, ahead=True, column_blocks=columns)
-        return replace(
-            attend,
-            exponentials=attend.exponentials + merge.exponentials,
-            read_bytes=attend.read_bytes + partial,
-            write_bytes=attend.write_bytes + outputs,
-            scratch_bytes=2 * partial,
-            launches=2,
-            parts=(attend, merge),
-        )
+        return with_merge(attend, merging(of_heads, splits, partial, outputs, ahead=True, column_blocks=columns))
     if not workspace:
         return attend
     ahead = Cost(0, 0, 0, split_reads, workspace, scratch_bytes=workspace, launches=launches - 1)
