@@ -292,7 +292,7 @@ def test_how_many_blocks_divide_the_keys(
         assert (config.block_m, config.block_n, config.num_stages, config.blocks_per_sm) == tile
         assert flash_fwd.smem_bytes(problem, H200, config) + 1024 <= 228 * 1024 // config.blocks_per_sm
         said = choice.notes(problem, H200, config)
-        assert any(f"num_splits = {splits}: " in line and "estimated" in line for line in said)
+        assert any(f"num_splits = {splits}: " in line and "us without splits" in line for line in said)
         other = choice.notes(problem, H200, replace(config, num_splits=splits + 1))
         assert any("as given" in line for line in other)
     cost = flash_fwd.cost(problem, H200, config)

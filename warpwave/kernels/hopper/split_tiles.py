@@ -35,6 +35,20 @@ class Tile(NamedTuple):
     blocks_per_sm: int
 
 
+class Divided(NamedTuple):
+    """How blocks divide the keys of a call.
+
+    Attributes:
+        tile, splits: of these blocks.
+        time_us, whole_us: the estimated time, and that without splits.
+    """
+
+    tile: Tile
+    splits: int
+    time_us: float
+    whole_us: float
+
+
 @by_kind
 def can_split(problem: AttentionProblem) -> bool:
     """Returns whether blocks can divide the keys of a tile."""
@@ -60,21 +74,22 @@ def _tiles(problem: AttentionProblem) -> tuple[Tile, Tile] | None:
     return Tile(64, 128, 2, 2), Tile(128, 128, 3, 1)
 
 
-def split_tile(problem: AttentionProblem, gpu: Gpu) -> tuple[Tile, int] | None:
-    """Returns the tile and the number of splits with the least estimated time of a call; None if no number of splits
-    is worth an estimate."""
+def divided(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Divided | None:
+    """Returns how blocks divide the keys of a call, by the least estimated time; None if they do not, because that is
+    not LEAST_GAIN times as fast as one block for each of the tiles `whole`."""
     found = _tiles(problem)
     if found is None or not _has_keys_to_split(problem):
         return None
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     tile = found[problem.seqlen_q * heads > WGMMA_ROWS]
-    tiles, places = query_tiles(problem, tile.block_m, heads), sms * tile.blocks_per_sm
-    most = min(MOST_SPLITS, problem.seqlen_k // LEAST_KEYS)
-    candidates = {min(most, waves * places // max(1, tiles)) for waves in range(1, MOST_WAVES + 1)}
-    candidates = {splits for splits in candidates if splits > 1}
-    if not candidates:
+    tiles, places = max(1, query_tiles(problem, tile.block_m, heads)), sms * tile.blocks_per_sm
+    if 2 * tiles > MOST_WAVES * places:
         return None
-    return tile, min(candidates, key=lambda splits: time_us(problem, gpu, tile, splits))
+    most = min(MOST_SPLITS, problem.seqlen_k // LEAST_KEYS)
+    numbers = {max(2, min(most, waves * places // tiles)) for waves in range(1, MOST_WAVES + 1)}
+    us, splits = min((_time_us(problem, sms, tile, tiles, splits), splits) for splits in numbers)
+    whole_us = _time_us(problem, sms, whole, query_tiles(problem, whole.block_m, heads), 1)
+    return Divided(tile, splits, us, whole_us) if whole_us >= LEAST_GAIN * us else None
 
 
 def _has_keys_to_split(problem: AttentionProblem) -> bool:
@@ -105,15 +120,13 @@ def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
     return tiles * problem.seqlen_k >= (LEAST_KEYS_OF_FEW_WIDE if is_wide else LEAST_KEYS_OF_FEW_NARROW) * sms
 
 
-def time_us(problem: AttentionProblem, gpu: Gpu, tile: Tile, splits: int) -> float:
-    """Returns the estimated time of a call, in microseconds."""
-    heads, width = heads_of_tile(problem), problem.head_dim + problem.head_dim_v
-    blocks = query_tiles(problem, tile.block_m, heads) * splits
-    step = max(2 * tile.block_m * tile.block_n * width / FLOPS_PER_US, 2 * tile.block_n * width / BYTES_PER_US)
-    waves = -(-blocks // (gpu.assumed_sms * tile.blocks_per_sm))
-    start = START if splits == 1 else START_OF_SPLIT
-    time = waves * (problem.seqlen_k / tile.block_n / splits + start) * step * tile.blocks_per_sm
-    if splits > 1:
-        partials = 8 * splits * problem.rows * problem.num_heads_q * problem.head_dim_v
-        time += MERGE_US + partials / MERGED_PER_US
-    return time
+def _time_us(problem: AttentionProblem, sms: int, tile: Tile, tiles: int, splits: int) -> float:
+    """Returns the estimated time of a call with so many tiles of rows."""
+    width = problem.head_dim + problem.head_dim_v
+    step = 2 * tile.block_n * width * max(tile.block_m / FLOPS_PER_US, 1 / BYTES_PER_US)
+    waves = -(-tiles * splits // (sms * tile.blocks_per_sm))
+    if splits == 1:
+        return waves * (problem.seqlen_k / tile.block_n + START) * step * tile.blocks_per_sm
+    time = waves * (problem.seqlen_k / tile.block_n / splits + START_OF_SPLIT) * step * tile.blocks_per_sm
+    partials = 8 * splits * problem.rows * problem.num_heads_q * problem.head_dim_v
+    return time + MERGE_US + partials / MERGED_PER_US

@@ -16,7 +16,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     runs,
 )
 from warpwave.kernels.hopper.shared_tiles import query_tiles
-from warpwave.kernels.hopper.split_tiles import LEAST_GAIN, Tile, can_split, split_tile, time_us
+from warpwave.kernels.hopper.split_tiles import Tile, can_split, divided
 from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
 
@@ -40,13 +40,8 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """Returns the config used when the caller names none; None if no config fits."""
     whole = undivided(problem, gpu)
-    found = split_tile(problem, gpu)
-    if whole is None or found is None:
-        return whole
-    tile, splits = found
-    if time_us(problem, gpu, _tile_of(whole), 1) < LEAST_GAIN * time_us(problem, gpu, tile, splits):
-        return whole
-    return _divided(_of_tile(problem, gpu, tile), splits)
+    found = None if whole is None else divided(problem, gpu, _tile_of(whole))
+    return whole if found is None else _with_splits(_of_tile(problem, gpu, found.tile), found.splits)
 
 
 def undivided(problem: AttentionProblem, gpu: Gpu) -> Config | None:
@@ -67,12 +62,13 @@ def _of_tile(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Config:
     return _completed(Call(problem, gpu), Config(*tile))
 
 
+@cache
 def _tile_of(config: Config) -> Tile:
     return Tile(config.block_m, config.block_n, config.num_stages, config.blocks_per_sm)
 
 
 @cache
-def _divided(config: Config, splits: int) -> Config:
+def _with_splits(config: Config, splits: int) -> Config:
     return replace(config, num_splits=splits)
 
 
@@ -576,14 +572,13 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
 
 def _note_of_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
     """Returns what `explain` prints about the number of splits: the estimates that chose it, or that it was given."""
-    found, whole = split_tile(problem, gpu), undivided(problem, gpu)
+    whole = undivided(problem, gpu)
+    found = None if whole is None else divided(problem, gpu, _tile_of(whole))
     said = f"num_splits = {config.num_splits}"
-    if config != default(problem, gpu) or found is None or whole is None:
+    if whole is None or found is None or config != default(problem, gpu):
         return f"{said}, as given"
-    tile, splits = found
-    times = [time_us(problem, gpu, x, n) for x, n in ((_tile_of(whole), 1), (tile, splits))]
     return (
         f"{said}: {query_tiles(problem, config.block_m, config.heads)} tiles of {config.block_m} rows on "
-        f"{gpu.assumed_sms} SMs; estimated {times[0]:.0f} us with {whole.block_m} rows and one block a tile, "
-        f"{times[1]:.0f} us so ({SPLIT_TILES})"
+        f"{gpu.assumed_sms} SMs; {found.time_us:.0f} us by its estimate, {found.whole_us:.0f} us without splits, by "
+        f"tiles of {whole.block_m} rows ({SPLIT_TILES})"
     )
