@@ -197,6 +197,25 @@ def test_few_tiles_of_a_causal_call(head_dim: int, heads: int, keys: int, config
     assert facts["spill_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"),
+    [
+        (128, 0),
+        *(pytest.param(*p, marks=pytest.mark.full) for p in ((64, 0), (64, 16), (128, 16), (256, 0), (256, 16))),
+    ],
+)
+def test_split_keys(head_dim: int, page_size: int) -> None:
+    """Triton 3.6 to 3.9 spill up to 56 bytes."""
+    a_job = hopper_job(head_dim, "packed" if page_size else "causal")
+    a_job["problem"] |= {"batch": 1, "num_heads_q": 8, "num_heads_kv": 2, "seqlen_q": 200, "seqlen_k": 20000}
+    a_job["problem"] |= {"page_size": page_size, "total_q": 200, "total_k": 20000} if page_size else {}
+    (facts,) = compile_all([a_job])
+    assert facts["config"]["num_splits"] > 4
+    assert facts["smem_bytes"] <= facts["smem_bound"] <= facts["smem_limit"]
+    assert facts["spill_bytes"] <= 64, what(facts)
+    assert facts["instructions"].get("UTMASTG", 0) == 0, "partial results are stored from registers"
+
+
 # Triton 3.9 spills up to 280 bytes at 64, where a tile of 128 keys has eight pages of 16.
 FULL_OF_PAGES = [(64, 16), (64, 256), (80, 16), (192, 32), (256, 16), (256, 64)]
 
