@@ -337,7 +337,8 @@ def attention_with_kv_cache(
             some hundreds, because each value makes another plan.
         num_splits: the number of splits of the keys, one block each, from 1 to 65536; None for the closed form that
             `warpwave.explain` prints. Each split of a row needs `4 * (head_dim_v + 2)` bytes of workspace. If it is
-            given, `"auto"` does not take `"hopper/flash_fwd"`. Named kernels that split no keys ignore it.
+            given, `"auto"` does not take `"hopper/flash_fwd"`, which has at most 64. Named kernels that split
+            no keys ignore it.
         batch_invariant: split keys at fixed places, so that a sequence's result has the same bits alone and in a batch.
             Packed and dense calls differ from each other; each is invariant in itself. Above head_dim 256 the places
             also depend on the capacity of the page table, or on max_seqlen_k if it is given.

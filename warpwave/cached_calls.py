@@ -394,7 +394,11 @@ def choose(
     if choice.kernel.NAME == split_kv.NAME and problem.batch_invariant and not choice.config.pieces:
         raise InvalidInput("batch_invariant=True needs a config with pieces: equal splits depend on the batch")
     if serving.num_splits is not None and hasattr(choice.config, "num_splits"):
-        return choice._replace(config=replace(choice.config, num_splits=serving.num_splits), config_source="given")
+        try:
+            with_splits = replace(choice.config, num_splits=serving.num_splits)
+        except ValueError as error:  # fewer splits than `MOST_SPLITS` may be the most of a kernel
+            raise InvalidInput(f"kernel {choice.kernel.NAME!r} cannot take this number of splits: {error}") from None
+        return choice._replace(config=with_splits, config_source="given")
     return choice
 
 

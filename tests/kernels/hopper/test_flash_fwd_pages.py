@@ -13,7 +13,15 @@ from tests.conformance.harness import DEVICE, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_paged import OF_HOPPER, check
 from tests.marks import needs_triton
-from warpwave import CacheLayer, UnsupportedProblem, attention_varlen, attention_with_kv_cache, cached_calls, dispatch
+from warpwave import (
+    CacheLayer,
+    InvalidInput,
+    UnsupportedProblem,
+    attention_varlen,
+    attention_with_kv_cache,
+    cached_calls,
+    dispatch,
+)
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import Gpu
 from warpwave.kernels.hopper.flash_fwd import Config, configs, specify
@@ -308,6 +316,13 @@ def test_splits_and_prefixes_are_for_split_kv(serving: dict[str, Any]) -> None:
     assert choice.kernel.NAME == "split_kv"
     if "num_splits" in serving:
         assert choice.config.num_splits == 3
+
+
+def test_a_named_kernel_takes_its_own_number_of_splits() -> None:
+    choice = cached_calls.choose(problem(), H200, cached_calls.Serving(num_splits=3), OF_HOPPER)
+    assert choice.kernel.NAME == OF_HOPPER and choice.config.num_splits == 3
+    with pytest.raises(InvalidInput, match=r"hopper/flash_fwd.*must be 1 to 64"):
+        cached_calls.choose(problem(), H200, cached_calls.Serving(num_splits=65), OF_HOPPER)
 
 
 def test_pools_that_tma_cannot_read_are_for_split_kv() -> None:

@@ -20,7 +20,8 @@ class Queries(NamedTuple):
     """What the queries of a call read and write without tensor maps.
 
     Attributes:
-        out_ptr: out, given where rows are not stored by a tensor map: packed, in float32, and by large_head_dim.
+        out_ptr: out, given where rows of out are not stored by a tensor map: packed, in float32, and by large_head_dim;
+            not with splits.
         lse_ptr: the log-sum-exp, (batch, head, query) float32, or (head, token) if packed.
         alibi_slopes_ptr, sinks_ptr: float32, (batch, head) and (head,); strides along heads are 1.
         cu_seqlens_q_ptr, cu_seqlens_k_ptr: offsets of packed sequences, int32.

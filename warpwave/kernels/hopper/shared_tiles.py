@@ -1,5 +1,4 @@
-"""Tiles of rows that the query heads of a kv head share, and how many of them fill a GPU if keys are not split. Holds
-no device code."""
+"""Tiles of rows that the query heads of a kv head share, and their number. Holds no device code."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ FEWEST_KEYS = 64  # one tile of keys: nothing to split, and no bandwidth needed
 # only few tiles of rows are split.
 KEYS = (256, 1024)
 MOST_ROWS = 64  # of a tile
-OF_HOPPER = ["tiles of hopper/flash_fwd have enough rows and keys to fill the SMs; it splits keys too"]
+OF_HOPPER = "hopper/flash_fwd is faster with enough rows and keys: it splits keys too, and its products are faster"
 TINY = (1, 128)  # of a prompt whose tiles of rows all run at once: the fewest and the most
 # Fewest splits, and SMs for each tile of rows, with which prefill gains: with fewer, tiles of queries alone nearly fill
 # the GPU. In float32 smaller tiles lose more against a kernel that makes parts ahead; measured with 16.
@@ -53,8 +53,8 @@ MOST_TILES_ON_HOPPER, MOST_TILES, LONG = 1 / 2, 2 / 3, 2048
 def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why kernels with one block per tile of queries are faster; empty if `auto` should split keys instead.
 
-    On Hopper, calls of enough rows and keys are for hopper/flash_fwd, which splits keys too since the records below
-    (`split_tiles.outruns_split_kv` has the figures).
+    On Hopper, `auto` leaves calls of enough rows and keys to hopper/flash_fwd (`split_tiles.outruns_split_kv` has the
+    figures). The records below are older than its splits.
 
     Measured in CUDA graphs on an H200 (2026-11-21): decode is 2.0 to 7.6 times as fast as with hopper/flash_fwd; one
     head of 512 queries and keys in 8 splits is 1.41 times as fast as with flash_fwd, of 256 in 4 splits 1.07.
@@ -83,7 +83,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.seqlen_q <= FEW_QUERIES and problem.seqlen_k > FEWEST_KEYS:
         if problem.seqlen_q * problem.num_heads_q < FEWEST_ROWS * problem.num_heads_kv:
             return []  # most calls of few queries end here
-        return OF_HOPPER if _is_of_hopper(problem, gpu) else []
+        return [OF_HOPPER] if _is_of_hopper(problem, gpu) else []
     if problem.seqlen_k <= LARGEST_TILE and tile_of_sequence(problem, gpu) is not None:
         return []
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q} queries"
@@ -100,7 +100,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     if problem.seqlen_k < TINY[0]:
         return outside
     if _is_of_hopper(problem, gpu):
-        return OF_HOPPER
+        return [OF_HOPPER]
     config = default(problem, gpu)
     if _tiny(problem, gpu, config):
         return []
@@ -116,7 +116,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def _is_of_hopper(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Returns whether hopper/flash_fwd runs a call, sees as many keys as a tile has here, and is faster."""
+    """Returns whether hopper/flash_fwd runs a call whose keys position hides from few queries, and is faster."""
     is_able = (
         gpu.vendor == "nvidia"
         and gpu.capability == 90

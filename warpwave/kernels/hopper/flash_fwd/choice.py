@@ -31,10 +31,10 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
     parts, first = num_parts(problem, gpu), default(problem, gpu)
     found = fitting(problem, gpu)
     if first is not None and can_split(problem):
-        found += [replace(first, num_splits=splits) for splits in SPLITS]
+        found += [replace(first, num_splits=splits) for splits in SPLITS if splits * first.block_n <= problem.seqlen_k]
     if parts > 1:  # one stage only if nothing else fits
         found = [c for c in found if c.num_stages > 1 or replace(c, num_stages=2) not in found]
-    return [] if first is None else [first, *(c for c in found if c != first)]
+    return [] if first is None else list(dict.fromkeys([first, *found]))
 
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:

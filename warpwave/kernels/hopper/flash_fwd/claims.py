@@ -113,7 +113,7 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         # Record 2026-11-28-h200-decode-above-256.json: about level at 80 and 128 tiles of at most 16 rows.
         if tiles < gpu.assumed_sms // fewest and reach(problem) >= MANY_KEYS:
             return [
-                f"{tiles} tiles of rows leave most SMs idle, and it does not split keys: large_head_dim or "
+                f"{tiles} tiles of rows leave most SMs idle, and by default it splits no such keys: large_head_dim or "
                 "three_kernel is 1.3 to 29 x as fast (H200)"
             ]
     tiles = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
@@ -144,7 +144,8 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)
     return [
         f"{tiles} tiles of {WGMMA_ROWS} rows, {rows} a sequence on average, on {problem.seqlen_k} keys and "
-        f"{gpu.assumed_sms} SMs: split_kv is faster with few rows a sequence, and with few keys an SM"
+        f"{gpu.assumed_sms} SMs: split_kv is faster with few rows a sequence, with few keys an SM, and with few tiles "
+        "whose keys this kernel does not split"
     ]
 
 

@@ -106,7 +106,7 @@ class Binder:
         if problem.dtype == "float32":
             straight = arguments.straightener(operands)
             return _bind_split(problem, self._gpu, straight(operands), config, allocate, straight, out)
-        # The number of splits is a run-time argument, but the blocks that merge them are compiled for it.
+        # The number of splits is a run-time argument, but the launch that merges them is compiled for `loads` of it.
         splits = config.num_splits
         key = config if splits == 1 else (replace(config, num_splits=2), partials.loads(problem, splits))
         known = self._known.get(key)
@@ -423,8 +423,8 @@ def _refuse_splits(problem: AttentionProblem, config: Config) -> None:
             f"{config} cannot run {problem.describe()}",
             {
                 NAME: [
-                    f"num_splits is {config.num_splits}; keys are split only in 16 bits without quantized q and k, "
-                    "mask, bias, dropout and batch_invariant"
+                    f"num_splits is {config.num_splits}; keys are split only in 16 bits, and without a mask, "
+                    "bias, dropout or batch_invariant"
                 ]
             },
             "num_splits=1",

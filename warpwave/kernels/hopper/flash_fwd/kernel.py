@@ -110,7 +110,7 @@ def hopper_flash_fwd_kernel(
     k_maps = present(k_map, k_map_2, k_map_3)
     v_maps = present(v_map, v_map_2, v_map_3)
     has_out_maps: gl.constexpr = call_options.HEAD_DIM_V == 0 and splits.COLUMNS == 0
-    out_maps = k_maps  # unused: float32 is stored from registers
+    out_maps = k_maps  # unused: float32 and partial results are stored from registers
     if has_out_maps:
         out_maps = present(out_map, out_map_2, out_map_3)
     has_blocks: gl.constexpr = K_BLOCK > 0 or V_BLOCK > 0
