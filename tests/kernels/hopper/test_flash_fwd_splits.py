@@ -16,8 +16,11 @@ from tests.conformance.harness import DEVICE, bits
 from tests.conformance.paged import PagedCase
 from tests.conformance.test_paged import OF_HOPPER
 from tests.conformance.test_paged import check as check_pages
+from tests.kernels.hopper import gluon_on_cpu
+from tests.marks import needs_triton
 from warpwave import UnsupportedProblem, attention
-from warpwave.kernels.hopper.flash_fwd import Config
+from warpwave.gpu import Gpu
+from warpwave.kernels.hopper.flash_fwd import Config, specify
 
 CHUNK = replace(PLAIN, dtype="bfloat16", dims=(128, 128), lengths=(70, 3000), heads=(8, 2), batch=3)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -137,16 +140,18 @@ def test_replays_of_a_graph() -> None:
         assert torch.equal(out, expected)
 
 
-@pytest.mark.gpu
+@needs_triton
 @pytest.mark.parametrize(
     "change",
     [{"mask": "full"}, {"bias": "heads"}, {"dtype": "float32:tf32"}, {"dropout": 0.1}, {"dtype": "int8:int8:head"}],
     ids=str,
 )
 def test_calls_whose_keys_are_not_split(change: dict[str, Any]) -> None:
-    call = cases.build(replace(CHUNK, **change), "normal", DEVICE)
+    call = cases.build(replace(CHUNK, lengths=(70, 300), **change), "normal", torch.device("cpu"))
+    out, lse = gluon_on_cpu.unwritten(call.problem, call.operands.q)
+    config = Config(128, 64, 2, num_splits=2)
     with pytest.raises(UnsupportedProblem, match="num_splits is 2"):
-        harness.run(OF_HOPPER, call, Config(128, 64, 2, num_splits=2))
+        specify(call.problem, Gpu.for_arch("sm_90"), call.operands, out, lse, config)
 
 
 @pytest.mark.parametrize("splits", [0, 65])
