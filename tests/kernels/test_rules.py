@@ -80,6 +80,7 @@ TABLES: tuple[tuple[ModuleType, tuple[Rule[Any], ...], RowsOf], ...] = (
 NAMES = [module.NAME for module, _, _ in TABLES]
 
 
+FEW = (48, 4096, 300, 128)  # queries of a block of 64, on many keys, more than two blocks an SM
 # Seeds that reach every row within 1,100 and 2,400 drawn calls; most others do not within 8,000.
 SEEDS = {"large_head_dim": "large_head_dim 5", "hopper/flash_fwd": "hopper/flash_fwd 171"}
 
@@ -110,7 +111,7 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             # A causal mask alone over as many keys as queries, or over a long prompt, or no mask, which no drawn call
             # has.
             queries, keys, heads, width = random.Random(i).choice(
-                ((512, 512, 32, 128), (1536, 1536, 8, 128), (2048, 16384, 32, 128), (1024, 1024, 40, 64))
+                ((512, 512, 32, 128), (1536, 1536, 8, 128), (2048, 16384, 32, 128), (1024, 1024, 40, 64), FEW)
             )
             alone = {"window_size": (-1, -1), "softcap": 0.0, "alibi_shape": None, "mask_shape": None}
             problem = replace(
@@ -167,7 +168,7 @@ def test_every_row_is_reached_and_its_choice_is_the_default(
         first = rows[0].choices[0]
         if len(rows) == 1 and isinstance(first, module.Config):
             said = " ".join(module.notes(problem, gpu, config))
-            changed = "made smaller" in said or "are padded" in said
+            changed = any(words in said for words in ("made smaller", "are padded", "num_splits = "))
             choices = [replace(choice, **shared_of(config)) for choice in rows[0].choices]
             assert config in choices or changed, f"{problem.describe()} on {gpu.name}"
     assert reached == named

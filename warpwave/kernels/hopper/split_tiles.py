@@ -77,8 +77,8 @@ def _tiles(problem: AttentionProblem) -> tuple[Tile, Tile] | None:
 def divided(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Divided | None:
     """Returns how blocks divide the keys of a call, by the least estimated time; None if they do not, because that is
     not LEAST_GAIN times as fast as one block for each of the tiles `whole`."""
-    found = _tiles(problem)
-    if found is None or not _has_keys_to_split(problem):
+    found = _tiles(problem) if _has_keys_to_split(problem) else None
+    if found is None:
         return None
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     tile = found[problem.seqlen_q * heads > WGMMA_ROWS]
@@ -124,9 +124,11 @@ def _time_us(problem: AttentionProblem, sms: int, tile: Tile, tiles: int, splits
     """Returns the estimated time of a call with so many tiles of rows."""
     width = problem.head_dim + problem.head_dim_v
     step = 2 * tile.block_n * width * max(tile.block_m / FLOPS_PER_US, 1 / BYTES_PER_US)
-    waves = -(-tiles * splits // (sms * tile.blocks_per_sm))
+    blocks = tiles * splits
+    # Blocks that share an SM take longer, but not if each has one of its own.
+    turns = -(-blocks // (sms * tile.blocks_per_sm)) * min(tile.blocks_per_sm, -(-blocks // sms))
     if splits == 1:
-        return waves * (problem.seqlen_k / tile.block_n + START) * step * tile.blocks_per_sm
-    time = waves * (problem.seqlen_k / tile.block_n / splits + START_OF_SPLIT) * step * tile.blocks_per_sm
+        return turns * (problem.seqlen_k / tile.block_n + START) * step
+    time = turns * (problem.seqlen_k / tile.block_n / splits + START_OF_SPLIT) * step
     partials = 8 * splits * problem.rows * problem.num_heads_q * problem.head_dim_v
     return time + MERGE_US + partials / MERGED_PER_US

@@ -159,16 +159,16 @@ def _running(
     launch_kernel: launch.Launcher,
     merge: launch.Launcher | None,
 ) -> arguments.Run:
-    workspace = partials.workspaces(problem, config.num_splits, device)
+    workspace = None if merge is None else partials.workspaces(problem, config.num_splits, device)
 
     def run_splits(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
         q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *pages = operands
         out, lse = allocate(out)
+        assert workspace is not None and merge is not None
         acc, state = workspace()
         pages = pages or [None] * 5
         of_pages = (*NO_OTHERS, *pages[3:], *pages[:3])
         launch_kernel(q, k, v, out, out, lse, slopes, sinks, offsets_q, offsets_k, *of_pages, acc, state)
-        assert merge is not None
         merge(acc, state, out, lse, sinks)
         return out, lse
 
