@@ -486,8 +486,8 @@ def test_cost_reads_keys_once_for_the_group() -> None:
         ({"batch": 2, "seqlen_k": 3959}, "split_kv"),
         ({"batch": 2, "seqlen_k": 4950, "head_dim": 64, "head_dim_v": 64}, "hopper/flash_fwd"),  # 1,200
         ({"batch": 2, "seqlen_k": 4949, "head_dim": 64, "head_dim_v": 64}, "split_kv"),
-        ({"batch": 13, "seqlen_k": 325}, "hopper/flash_fwd"),  # 208 tiles, 512 keys for each SM
-        ({"batch": 13, "seqlen_k": 324}, "split_kv"),
+        ({"batch": 13, "seqlen_k": 305}, "hopper/flash_fwd"),  # 208 tiles, 480 keys for each SM
+        ({"batch": 13, "seqlen_k": 304}, "split_kv"),
         ({"num_heads_q": 71, "num_heads_kv": 1}, "split_kv"),  # no two heads share a tile of the other kernel
         ({"mask_shape": (113, 1, 1, 4357)}, "split_kv"),
         ({"head_dim": 100}, "split_kv"),

@@ -59,7 +59,7 @@ HOPPER_SPLITS = [
     ),
     Mutant(
         "Hopper: a step between two splits left out", SPLITS,
-        "steps * (split + 1) // splits.many", "(steps * (split + 1) - 1) // splits.many",
+        "steps * (split + 1) // splits.num_splits", "(steps * (split + 1) - 1) // splits.num_splits",
         ON_SPLITS, "full and three", "gates fail",
     ),
     Mutant(
@@ -74,7 +74,7 @@ HOPPER_SPLITS = [
     ),
     Mutant(
         "Hopper: a split counted as a head", SPLITS,
-        "work = with_fields(work, head=work.head // splits.many)", "work = with_fields(work, head=work.head % 1)",
+        "work = with_fields(work, head=work.head // splits.num_splits)", "work = with_fields(work, head=work.head % 1)",
         ON_SPLITS, "full and three", "gates fail",
     ),
 ]  # fmt: skip

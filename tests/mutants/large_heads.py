@@ -92,8 +92,8 @@ LARGE_HEADS = [
     ),
     Mutant(
         "many rows leave split_kv although hopper/flash_fwd cannot run them", "kernels/split_kv/claims.py",
-        "return is_able and not hides_keys and outruns_split_kv(problem, gpu)",
-        "return not hides_keys and outruns_split_kv(problem, gpu)",
+        "return is_able and not hides_keys(problem)",
+        "return not hides_keys(problem)",
         "../kernels/test_split_kv.py::test_few_queries_of_many_heads_take_larger_tiles", "head_dim", "split_kv",
     ),
     Mutant(

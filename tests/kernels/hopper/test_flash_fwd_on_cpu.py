@@ -70,7 +70,7 @@ def on_cpu(
     merge = []
     if config.num_splits > 1:
         (attend, merging), ahead = (*ahead, attend), []
-        merge = [replace_constants(merging, LAUNCHED_AHEAD=False)]
+        merge = [merging._replace(constants={**merging.constants, "LAUNCHED_AHEAD": False})]  # not interpreted
         for partial in merging.tensors[:2]:  # what is not written must do no harm
             partial.fill_(torch.nan)
     for spec in ahead:
@@ -83,8 +83,11 @@ def on_cpu(
     return out, lse
 
 
-def replace_constants(spec: launch.Launch, **constants: Any) -> launch.Launch:
-    return spec._replace(constants={**spec.constants, **constants})
+def gate(case: cases.Case, config: flash_fwd.Config, data: Data = "normal") -> None:
+    call = cases.build(case, data, CPU)
+    out, lse = on_cpu(call.problem, call.operands, config)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
 
 
 SHORT = replace(PLAIN, lengths=(150, 210), heads=(2, 1), lse=True)
@@ -116,10 +119,7 @@ KINDS: dict[str, tuple[str, tuple[int, int], flash_fwd.Config]] = {
 @pytest.mark.parametrize("features", CALLS)
 def test_the_protocol_on_a_cpu(features: str, kind: str) -> None:
     dtype, dims, config = KINDS[kind]
-    call = cases.build(replace(SHORT, dtype=dtype, dims=dims, **CALLS[features]), "normal", torch.device("cpu"))
-    out, lse = on_cpu(call.problem, call.operands, config)
-    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
-    assert verdict.passed, str(verdict)
+    gate(replace(SHORT, dtype=dtype, dims=dims, **CALLS[features]), config)
 
 
 TOGETHER: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]] = {
@@ -144,11 +144,7 @@ OF_GROUPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("features", OF_GROUPS)
 def test_heads_that_share_tiles_on_a_cpu(features: str, kind: str) -> None:
     dtype, dims, heads, config = TOGETHER[kind]
-    case = replace(SHORT, dtype=dtype, dims=dims, heads=heads, **{"lengths": (45, 130)} | OF_GROUPS[features])
-    call = cases.build(case, "normal", torch.device("cpu"))
-    out, lse = on_cpu(call.problem, call.operands, config)
-    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
-    assert verdict.passed, str(verdict)
+    gate(replace(SHORT, dtype=dtype, dims=dims, heads=heads, **{"lengths": (45, 130)} | OF_GROUPS[features]), config)
 
 
 SPLIT: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]] = {
@@ -170,11 +166,7 @@ SPLIT: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]]
 def test_split_keys_on_a_cpu(features: str, kind: str) -> None:
     """Also splits without a tile, and rows that see none of a split's keys."""
     dtype, dims, heads, config = SPLIT[kind]
-    case = replace(SHORT, dtype=dtype, dims=dims, heads=heads, **{"lengths": (45, 330)} | OF_GROUPS[features])
-    call = cases.build(case, "normal", torch.device("cpu"))
-    out, lse = on_cpu(call.problem, call.operands, config)
-    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
-    assert verdict.passed, str(verdict)
+    gate(replace(SHORT, dtype=dtype, dims=dims, heads=heads, **{"lengths": (45, 330)} | OF_GROUPS[features]), config)
 
 
 FROM_PAGES: dict[str, dict[str, Any]] = {
@@ -431,10 +423,8 @@ def test_the_forward_drops_the_pairs_of_the_contract(p: float) -> None:
 )
 def test_softcaps_on_a_cpu(features: dict[str, Any], data: Data, cap: float) -> None:
     """By the tanh of 16-bit types, whose error is larger than that of float32, within the gates of out and LSE."""
-    call = cases.build(replace(SHORT, dtype="bfloat16", dims=(64, 64), softcap=cap, **features), data, CPU)
-    out, lse = on_cpu(call.problem, call.operands, flash_fwd.Config(128, 64, 2))
-    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
-    assert verdict.passed, str(verdict)
+    case = replace(SHORT, dtype="bfloat16", dims=(64, 64), softcap=cap, **features)
+    gate(case, flash_fwd.Config(128, 64, 2), data)
 
 
 MASKED: dict[str, dict[str, Any]] = {

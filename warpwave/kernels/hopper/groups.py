@@ -60,19 +60,19 @@ class Schedule(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The partial results of blocks that divide the keys of a tile (flash_fwd/splits.py); fields are absent, and
-    COLUMNS is 0, if blocks do not.
+    """The partial results of blocks that split the keys of a tile (flash_fwd/splits.py); fields are absent, and COLUMNS
+    is 0, without splits.
 
     Attributes:
         acc_ptr, state_ptr: a `partials.Workspace`, with COLUMNS columns.
         rows: queries of all sequences.
-        many: blocks that divide the keys of a tile.
+        num_splits: blocks that split the keys of a tile.
     """
 
     acc_ptr: Pointer
     state_ptr: Pointer
     rows: int
-    many: int
+    num_splits: int
     COLUMNS: gl.constexpr
 
 

@@ -1,4 +1,5 @@
-"""How many blocks of hopper/flash_fwd divide the keys of a tile, by an estimate of their time. Holds no device code."""
+"""How many blocks of hopper/flash_fwd split the keys of a tile, by an estimate of their time, and which calls it
+computes faster than `split_kv`. Holds no device code."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MOST_WAVES, MOST_SPLITS = 4, 64
 LEAST_GAIN = 1.1
 # Where hopper/flash_fwd is faster than split_kv: keys of all tiles of 64 rows for each SM, if these tiles are full and
 # nearly fill the SMs, and if not, above head_dim 64 and up to it.
-LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 512
+LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 480
 LEAST_KEYS_OF_FEW_WIDE, LEAST_KEYS_OF_FEW_NARROW = 960, 1200
 FEWEST_ROWS = 17  # of a sequence; with fewer, most of a tile is empty
 
@@ -35,35 +36,41 @@ class Tile(NamedTuple):
     blocks_per_sm: int
 
 
-class Divided(NamedTuple):
-    """How blocks divide the keys of a call.
+class Splitting(NamedTuple):
+    """How the keys of a call are split.
 
     Attributes:
-        tile, splits: of these blocks.
+        tile, num_splits: of the blocks.
         time_us, whole_us: the estimated time, and that without splits.
     """
 
     tile: Tile
-    splits: int
+    num_splits: int
     time_us: float
     whole_us: float
 
 
 @by_kind
 def can_split(problem: AttentionProblem) -> bool:
-    """Returns whether blocks can divide the keys of a tile."""
+    """Returns whether the keys of a tile can be split."""
     is_unmasked = problem.mask_shape is None and problem.bias_shape is None
     is_16_bits = problem.dtype != "float32" and not problem.is_quantized
     return is_unmasked and is_16_bits and not problem.dropout_p and not problem.batch_invariant
 
 
 @by_kind
+def hides_keys(problem: AttentionProblem) -> bool:
+    """Returns whether position hides many keys from a few queries at the end of a sequence."""
+    has_window = problem.window_size != (-1, -1)
+    return has_window or (problem.causal is not None and problem.causal.alignment == "top_left")
+
+
+@by_kind
 def _tiles(problem: AttentionProblem) -> tuple[Tile, Tile] | None:
     """Returns the tile for up to 64 rows a sequence, and for more; None if keys of such calls are not split: a window
     leaves few keys, and a cache of 8 bits was not tried."""
-    hides_keys = problem.window_size != (-1, -1) or (problem.causal and problem.causal.alignment == "top_left")
     widest = max(problem.head_dim, problem.head_dim_v)
-    if not can_split(problem) or hides_keys or problem.dtype_kv is not None or widest > 256:
+    if not can_split(problem) or hides_keys(problem) or problem.dtype_kv is not None or widest > 256:
         return None
     if widest > 160:
         return Tile(64, 64, 2, 1), Tile(128, 64, 2, 1)
@@ -74,22 +81,22 @@ def _tiles(problem: AttentionProblem) -> tuple[Tile, Tile] | None:
     return Tile(64, 128, 2, 2), Tile(128, 128, 3, 1)
 
 
-def divided(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Divided | None:
-    """Returns how blocks divide the keys of a call, by the least estimated time; None if they do not, because that is
-    not LEAST_GAIN times as fast as one block for each of the tiles `whole`."""
+def splitting(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Splitting | None:
+    """Returns how the keys of a call are split, by the least estimated time; None if they are not, because that is not
+    LEAST_GAIN times as fast as one block for each of the tiles `whole`."""
     found = _tiles(problem) if _has_keys_to_split(problem) else None
     if found is None:
         return None
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     tile = found[problem.seqlen_q * heads > WGMMA_ROWS]
     tiles, places = max(1, query_tiles(problem, tile.block_m, heads)), sms * tile.blocks_per_sm
-    if 2 * tiles > MOST_WAVES * places:
+    if 2 * tiles > MOST_WAVES * places:  # for two splits
         return None
     most = min(MOST_SPLITS, problem.seqlen_k // LEAST_KEYS)
     numbers = {max(2, min(most, waves * places // tiles)) for waves in range(1, MOST_WAVES + 1)}
     us, splits = min((_time_us(problem, sms, tile, tiles, splits), splits) for splits in numbers)
     whole_us = _time_us(problem, sms, whole, query_tiles(problem, whole.block_m, heads), 1)
-    return Divided(tile, splits, us, whole_us) if whole_us >= LEAST_GAIN * us else None
+    return Splitting(tile, splits, us, whole_us) if whole_us >= LEAST_GAIN * us else None
 
 
 def _has_keys_to_split(problem: AttentionProblem) -> bool:

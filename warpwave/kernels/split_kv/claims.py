@@ -6,7 +6,7 @@ from warpwave import precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.arguments import padded
-from warpwave.kernels.hopper.split_tiles import FEWEST_ROWS, can_split, outruns_split_kv
+from warpwave.kernels.hopper.split_tiles import FEWEST_ROWS, can_split, hides_keys, outruns_split_kv
 from warpwave.kernels.split_kv.choice import (
     LARGEST_TILE,
     default,
@@ -116,15 +116,15 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def _is_of_hopper(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Returns whether hopper/flash_fwd runs a call whose keys position hides from few queries, and is faster."""
+    """Returns whether hopper/flash_fwd runs a call and is faster. Keys that position hides
+    are not counted, so such calls stay here."""
     is_able = (
         gpu.vendor == "nvidia"
         and gpu.capability == 90
         and can_split(problem)
         and problem.head_dim % 8 == problem.head_dim_v % 8 == 0
     )
-    hides_keys = problem.window_size != (-1, -1) or (problem.causal and problem.causal.alignment == "top_left")
-    return is_able and not hides_keys and outruns_split_kv(problem, gpu)
+    return is_able and not hides_keys(problem) and outruns_split_kv(problem, gpu)
 
 
 def _gains_by_two(problem: AttentionProblem, gpu: Gpu, config: Config, tiles: int) -> bool:

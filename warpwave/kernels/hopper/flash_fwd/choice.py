@@ -16,7 +16,7 @@ from warpwave.kernels.hopper.flash_fwd.config import (
     runs,
 )
 from warpwave.kernels.hopper.shared_tiles import query_tiles
-from warpwave.kernels.hopper.split_tiles import Tile, can_split, divided
+from warpwave.kernels.hopper.split_tiles import Tile, can_split, splitting
 from warpwave.kernels.rules import Rule, deciding, undecided
 from warpwave.problem import AttentionProblem, by_kind
 
@@ -39,13 +39,13 @@ def configs(problem: AttentionProblem, gpu: Gpu) -> list[Config]:
 
 def default(problem: AttentionProblem, gpu: Gpu) -> Config | None:
     """Returns the config used when the caller names none; None if no config fits."""
-    whole = undivided(problem, gpu)
-    found = None if whole is None else divided(problem, gpu, _tile_of(whole))
-    return whole if found is None else _with_splits(_of_tile(problem, gpu, found.tile), found.splits)
+    whole = without_splits(problem, gpu)
+    found = None if whole is None else splitting(problem, gpu, _tile_of(whole))
+    return whole if found is None else _with_splits(_of_tile(problem, gpu, found.tile), found.num_splits)
 
 
-def undivided(problem: AttentionProblem, gpu: Gpu) -> Config | None:
-    """Returns the config that the tables choose, whose blocks do not divide keys; None if none fits."""
+def without_splits(problem: AttentionProblem, gpu: Gpu) -> Config | None:
+    """Returns the config that the tables choose, which splits no keys; None if none fits."""
     candidates = _candidates(problem, gpu)
     if len(candidates) == 1:  # by what does not depend on lengths
         return candidates[0][1]
@@ -557,7 +557,7 @@ def _table(call: Call) -> tuple[Rule[Config], ...]:
 
 def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
     """Returns what `explain` prints about a config: the row that chose it."""
-    rule, chosen = rule_of(problem, gpu), undivided(problem, gpu)
+    rule, chosen = rule_of(problem, gpu), without_splits(problem, gpu)
     fits = chosen is not None and replace(chosen, narrowest_v=16, heads=1) in rule.choices
     found = [] if config.num_splits > 1 else rules.notes([rule], config == chosen, fits)
     if config.narrowest_v > 16:
@@ -572,13 +572,13 @@ def notes(problem: AttentionProblem, gpu: Gpu, config: Config) -> list[str]:
 
 def _note_of_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
     """Returns what `explain` prints about the number of splits: the estimates that chose it, or that it was given."""
-    whole = undivided(problem, gpu)
-    found = None if whole is None else divided(problem, gpu, _tile_of(whole))
+    whole = without_splits(problem, gpu)
+    found = None if whole is None else splitting(problem, gpu, _tile_of(whole))
     said = f"num_splits = {config.num_splits}"
     if whole is None or found is None or config != default(problem, gpu):
         return f"{said}, as given"
     return (
         f"{said}: {query_tiles(problem, config.block_m, config.heads)} tiles of {config.block_m} rows on "
-        f"{gpu.assumed_sms} SMs; {found.time_us:.0f} us by its estimate, {found.whole_us:.0f} us without splits, by "
+        f"{gpu.assumed_sms} SMs; estimated {found.time_us:.0f} us, and {found.whole_us:.0f} us with num_splits = 1 and "
         f"tiles of {whole.block_m} rows ({SPLIT_TILES})"
     )

@@ -133,7 +133,7 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     """Returns why `split_kv` is faster on a cache.
 
     Measured on an H200 (record 2026-11-28-h200-prefill-from-pages.json), time of `split_kv` over this kernel's, whose
-    blocks then did not divide keys: 1.02 to 3.26 in 66 calls with tiles for 0.75 of the SMs, 1.69 in the geometric
+    blocks then did not split keys: 1.02 to 3.26 in 66 calls with tiles for 0.75 of the SMs, 1.69 in the geometric
     mean; 0.84 to 0.98 in 4 short ones; 0.80 to 1.15 with tiles for half of the SMs, and 0.18 to 0.74 with fewer. On
     8-bit caches 1.01 to 2.38 in 46 calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json),
     and 1.23 to 5.52 in 32 with factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
@@ -150,8 +150,9 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
-    """Returns what one launch moves and computes: whole tiles, padding included; K and V once for each query tile. In
-    float32 it includes what the preceding launches read, and the parts that they write."""
+    """Returns what one call moves and computes: whole tiles, padding included; K and V once for each query tile, and Q
+    once for each split. In float32 it includes what the preceding launches read, and the parts that they write; with
+    splits, the merge."""
     dtypes = problem.dtype, problem.dtype_of_k, problem.dtype_of_v, problem.dtype_of_out
     size, size_k, size_v, size_out = (DTYPE_BYTES[x] for x in dtypes)
     size_v = 2 if widens_values(problem) else size_v
@@ -182,7 +183,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
                 split_reads += keys * size * (problem.head_dim + problem.head_dim_v)
     if problem.dtype != "float32":  # as TMA copies them: 80 columns of 16 bits take as long as 176
         k_bytes = line_bytes(size_k * problem.head_dim) + line_bytes(size_v * problem.head_dim_v)
-    reads = of_heads * q_bytes + visited * config.block_n * k_bytes
+    reads = of_heads * q_bytes * config.num_splits + visited * config.block_n * k_bytes
     if problem.mask_shape is not None:  # a preceding launch packs the mask into bits
         split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
         reads += scores // 8

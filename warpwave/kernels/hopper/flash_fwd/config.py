@@ -32,7 +32,7 @@ class Config:
             with zeros: 112 is 64 + 32 + 16, or one piece of 128.
         heads: query heads of a kv head that share a tile (`pack_gqa` of FlashAttention): a power of two up to 64.
             A tile then holds `block_m / heads` queries of each.
-        num_splits: blocks that divide the keys of a tile; another launch merges their results if it is more than 1.
+        num_splits: blocks that split the keys of a tile; another launch merges their results if it is more than 1.
     """
 
     block_m: int

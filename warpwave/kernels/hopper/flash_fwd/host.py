@@ -1,5 +1,5 @@
-"""The host code of hopper/flash_fwd: tensor maps, arguments, and the launches before it, which pack a mask, split
-float32 or widen values of 8 bits."""
+"""The host code of hopper/flash_fwd: tensor maps, arguments, the launches before it, which pack a mask, split float32
+or widen values of 8 bits, and the one after it, which merges the results of split keys."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Binder:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._known: dict[Any, _OfClass] = {}
+        self._known: dict[Config | tuple[Config, tuple[int, int, bool]], _OfClass] = {}
 
     def __call__(
         self, problem: AttentionProblem, operands: AnyOperands, config: Config, out: torch.Tensor | None = None
@@ -108,7 +108,9 @@ class Binder:
             return _bind_split(problem, self._gpu, straight(operands), config, allocate, straight, out)
         # The number of splits is a run-time argument, but the launch that merges them is compiled for `loads` of it.
         splits = config.num_splits
-        key = config if splits == 1 else (replace(config, num_splits=2), partials.loads(problem, splits))
+        key: Config | tuple[Config, tuple[int, int, bool]] = config
+        if splits > 1:
+            key = (replace(config, num_splits=2), partials.loads(problem, splits))
         known = self._known.get(key)
         found = None if known is None else _launchers(problem, self._gpu, operands, config, known)
         if found is not None:
@@ -232,8 +234,10 @@ def _launchers(
     of_pages = _page_scalars(operands) if problem.page_size else NO_PAGES  # a call fewer without pages
     of_splits = NO_SPLITS if splits == 1 else (problem.rows, splits)
     attend = known.family.launcher(grid, [*schedule, *known.scalars, *of_pages, *of_splits], maps)
-    if attend is None or known.merge is None:
-        return None if attend is None else (attend, None)
+    if attend is None:
+        return None
+    if known.merge is None:
+        return attend, None
     columns = partials.loads(problem, splits)[1]
     merge = known.merge.launcher(partials.merge_grid(problem, columns), partials.merge_scalars(problem, splits))
     return None if merge is None else (attend, merge)

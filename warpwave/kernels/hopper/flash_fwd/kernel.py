@@ -10,6 +10,7 @@ registers. They turn the scores of one tile into probabilities while the tensor 
 preceding launch packs a boolean mask into bits (prepass/mask_bits.py); a bias is loaded with K (mask_bias.py).
 Quantized q and k are multiplied in 8 bits, and a quantized v in float16, in which a preceding launch writes it
 (prepass/widen_values.py). Tiles of an 8-bit cache are converted by a third role (widener.py).
+If tiles are few, several blocks split the keys of each, and a following launch merges their results (splits.py).
 
     S = softmax_scale * Q K^T, then softcap, bias, ALiBi, mask;   out = softmax(S) V;   lse = log(sum(exp(S)))
 

@@ -1,4 +1,4 @@
-"""Blocks that divide the keys of a tile of queries. Each stores the state of its rows, which a following launch merges
+"""Blocks that split the keys of a tile of queries. Each stores the state of its rows, which a following launch merges
 (kernels/partials.py).
 
 The schedule counts a head once for each of its splits, so a tile's splits are drawn like tiles of other heads. Split s
@@ -19,8 +19,8 @@ def work_of_split(work, splits: Splits):
     """Returns the work with the head of the call, and which split of its keys it is."""
     split = gl.to_tensor(0)
     if splits.COLUMNS > 0:
-        split = work.head % splits.many
-        work = with_fields(work, head=work.head // splits.many)
+        split = work.head % splits.num_splits
+        work = with_fields(work, head=work.head // splits.num_splits)
     return work, split
 
 
@@ -31,8 +31,8 @@ def tiles_of_split(keys, work, split, splits: Splits, rules):
     is_empty = False
     if splits.COLUMNS > 0:
         steps = end - begin
-        first = begin + steps * split // splits.many
-        last = begin + steps * (split + 1) // splits.many
+        first = begin + steps * split // splits.num_splits
+        last = begin + steps * (split + 1) // splits.num_splits
         is_empty = last == first
         begin = gl.where(is_empty, begin, first)
         end = gl.where(is_empty, begin + 1, last)
@@ -45,8 +45,8 @@ def store_partial(out, m_i, l_row, v_ring, work, split, row_first, num_heads, sp
     `num_heads` counts as in `groups.Schedule`."""
     _, _, is_empty = tiles_of_split(keys_of_sequence(work, rules), work, split, splits, rules)
     l_row = gl.where(is_empty, 0.0, l_row)
-    m_i = gl.where(l_row == 0.0, -float("inf"), m_i)
-    heads = num_heads // splits.many
+    m_i = gl.where(l_row == 0.0, -float("inf"), m_i)  # as a part that saw no key
+    heads = num_heads // splits.num_splits
     queries_left = work.seqlen_q - row_first
     row = work.q_begin + row_first
     if not rules.IS_VARLEN:
