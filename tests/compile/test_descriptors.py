@@ -80,11 +80,13 @@ def test_one_layout_for_each_address(name: str, dims: tuple[int, int]) -> None:
     check([one_job(name, dims)])
 
 
-@pytest.mark.parametrize("dtype_v", ["int8", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "dtype_v"), [("int8", "int8"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16")]
+)
 @pytest.mark.parametrize("dims", [(129, 17), (65, 17), (100, 9)], ids=str)
-def test_narrow_values_beside_int8_keys(dims: tuple[int, int], dtype_v: str) -> None:
+def test_narrow_values_beside_keys_of_8_bits(dims: tuple[int, int], dtype: str, dtype_v: str) -> None:
     """`compile_all` asserts that no register is read unwritten."""
-    made = one_job("flash_fwd", dims, "int8", "plain")
+    made = one_job("flash_fwd", dims, dtype, "plain")
     made["problem"] |= {"dtype_v": dtype_v, "dtype_out": "bfloat16", "descale_blocks": (0, 0, 0)}
     compile_all([made])
 

@@ -11,9 +11,10 @@ FOUND = [
         "../compile/test_descriptors.py::test_one_layout_for_each_address", "flash_fwd and 33", "unwritten_registers",
     ),
     Mutant(
-        "V narrower than an int8 K shares its buffer", "kernels/arguments.py",
-        'if problem.dtype == "int8" and gpu.capability == 90', 'if problem.dtype == "int8" and gpu.capability == 0',
-        "../compile/test_descriptors.py::test_narrow_values_beside_int8_keys", "129 and int8", "unwritten_registers",
+        "V narrower than a float8 K shares its buffer", "kernels/arguments.py",
+        "if not is_float8_v and gpu.capability == 90", 'if problem.dtype == "int8" and gpu.capability == 90',
+        "../compile/test_descriptors.py::test_narrow_values_beside_keys_of_8_bits", "129 and float8_e4m3fn-bfloat16",
+        "unwritten_registers",
     ),
     Mutant(
         "a compiled graph for every longest sequence", "options.py",

@@ -38,13 +38,15 @@ def tile_widths(problem: AttentionProblem, gpu: Gpu, block_m: int) -> tuple[int,
     On Hopper both tiles get the same swizzle of shared memory. If tiles of two swizzles share a buffer, their matrix
     descriptors are one address plus two different constants. ptxas 12.8, which Triton 3.6 and 3.7 ship, then computes
     the second descriptor from uninitialized registers, and the product reads arbitrary shared memory
-    (docs/notes/descriptors.md). Beside an int8 K, V gets at least K's swizzle. K keeps its own: wider, it would double
-    the products of head_dim 64, where none was wrong. float8 is exempt: none was wrong, whatever the sizes.
+    (docs/notes/descriptors.md). Beside a K of 8 bits, a V that is multiplied in 16 bits gets at least K's swizzle. K
+    keeps its own: wider, it would double the products of head_dim 64, where none was wrong. A float8 V is exempt: none
+    was wrong, whatever the sizes.
     """
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     if problem.is_quantized:
         width = max(width, EIGHT_BIT_WIDTH)
-        if problem.dtype == "int8" and gpu.capability == 90 and block_m >= WGMMA_ROWS:
+        is_float8_v = problem.dtype_of_v.startswith("float8")
+        if not is_float8_v and gpu.capability == 90 and block_m >= WGMMA_ROWS:
             width_v = max(width_v, min(SWIZZLE_WIDTH, width // 2))
         return width, width_v
     if problem.dtype_kv:  # the even columns of a tile and the odd ones may be two operands, of at least 16
