@@ -80,9 +80,7 @@ def test_one_layout_for_each_address(name: str, dims: tuple[int, int]) -> None:
     check([one_job(name, dims)])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dtype_v"), [("int8", "int8"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16")]
-)
+@pytest.mark.parametrize(("dtype", "dtype_v"), [("int8", "int8"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16")])
 @pytest.mark.parametrize("dims", [(129, 17), (65, 17), (100, 9)], ids=str)
 def test_narrow_values_beside_keys_of_8_bits(dims: tuple[int, int], dtype: str, dtype_v: str) -> None:
     """`compile_all` asserts that no register is read unwritten."""

@@ -32,6 +32,7 @@ CONFIGS = {
 }
 LONG = ((3, 700), (3, 0), (3, 1029), (3, 64), (3, 2))
 MORE = ((8, 700), (8, 0), (8, 1029), (8, 64), (8, 5))
+RAGGED = ((3, 700), (0, 300), (1, 1029), (4, 64), (2, 2), (0, 0))
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"lengths": ((1, 700), (1, 0), (1, 2048), (1, 65))},
     "causal": {"lengths": LONG, "causal": "bottom_right", "sinks": True},
@@ -45,6 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "17-rows": {"heads": (17, 1), "window": (300, 0), "dims": (72, 40), "dtype": "bfloat16", "softcap": 15.0},
     "24-rows": {"lengths": MORE, "heads": (6, 2), "window": (70, 3), "softcap": 15.0, "sinks": True},
     "192 and 128": {"dims": (192, 128), "lengths": ((1, 500), (1, 129)), "lse": False},
+    "packed": {"packed": True, "lengths": RAGGED, "causal": "bottom_right", "sinks": True, "dims": (128, 128)},
+    "packed, one query each": {"packed": True, "lengths": ((1, 700), (1, 0), (1, 2048), (1, 65)), "heads": (8, 1)},
+    "packed, window": {"packed": True, "lengths": RAGGED, "window": (70, 3), "dtype": "bfloat16", "heads": (6, 2)},
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
@@ -99,15 +99,17 @@ def of_pages(problem: AttentionProblem) -> list[str]:
     return []
 
 
-def of_features(problem: AttentionProblem, who: str, others: dict[str, bool], without: str = "") -> list[str]:
+def of_features(
+    problem: AttentionProblem, who: str, others: dict[str, bool], without: Collection[str] = ()
+) -> list[str]:
     """Returns what a launch does not support and the call has: each of `FEATURES`, and others.
 
     Args:
         who: the beginning of each reason: "the launch for latents does not support".
         others: name of another feature -> whether the call has it.
-        without: the one of `FEATURES` that the launch supports.
+        without: those of `FEATURES` that the launch supports.
     """
-    there = {name: has(problem) for name, has in FEATURES.items() if name != without} | others
+    there = {name: has(problem) for name, has in FEATURES.items() if name not in without} | others
     return [f"{who} {name}" for name, is_there in there.items() if is_there]
 
 

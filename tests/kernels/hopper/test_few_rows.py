@@ -113,6 +113,39 @@ def test_the_protocol_on_a_cpu(name: str) -> None:
         assert verdict.passed, f"sequence {b}: {verdict}"
 
 
+@needs_triton
+@pytest.mark.skipif(not INTERPRETED, reason="the merge runs in Triton's interpreter, which is off if there is a GPU")
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("change", [{}, {"window": (70, 0)}, {"window": (70, 3), "heads": (6, 1)}], ids=str)
+@pytest.mark.parametrize("queries", [(4, 1), (0, 3), (2, 0), (1, 1)], ids=str)
+def test_packed_queries_on_a_cpu(queries: tuple[int, int], change: dict[str, Any], splits: int) -> None:
+    """Sequences of different numbers of queries, none of one too, and a token that belongs to no sequence."""
+    features = {"lengths": (4, 200), "causal": "bottom_right", "sinks": True} | change
+    call = cases.build(replace(BASE, **features), "normal", torch.device("cpu"))
+    padded = replace(call.problem, return_lse=True)
+    used = [padded.seqlen_k, padded.seqlen_k - 37]
+    cached, pages = in_pages(call._replace(problem=padded), 16, used)
+    tokens = [call.operands.q[b, :count] for b, count in enumerate(queries)] + [call.operands.q[0, :1]]
+    total = sum(queries)
+    problem = replace(cached, packed=True, seqlen_q=max(queries), total_q=total + 1)
+    cu_seqlens_q = torch.tensor([0, queries[0], total], dtype=torch.int32)
+    operands = pages._replace(q=torch.cat(tokens), cu_seqlens_q=cu_seqlens_q)
+    assert not few_rows.cannot(problem, H200)
+    rows = 16 if few_rows.rows_of(problem) <= 16 else 32
+    out, lse = on_cpu(problem, operands, split_kv.Config(rows, 64, 4, 2, splits, by_map=True, roles=True))
+    assert splits > 1 or (out[total:].isnan().all() and lse[:, total:].isnan().all()), "not a row of any sequence"
+    for b, (begin, count) in enumerate(((0, queries[0]), (queries[0], queries[1]))):
+        if count:
+            alone = replace(padded, batch=1, seqlen_q=count, seqlen_k=used[b])
+            of_alone = call.operands._replace(
+                q=call.operands.q[b : b + 1, :count], k=call.operands.k[b : b + 1, : used[b]],
+                v=call.operands.v[b : b + 1, : used[b]],
+            )  # fmt: skip
+            mine = slice(begin, begin + count)
+            verdict = judge_forward(alone, forward_references(alone, of_alone), out[None, mine], lse[None, :, mine])
+            assert verdict.passed, f"sequence {b}: {verdict}"
+
+
 DECODE = AttentionProblem(
     batch=16, seqlen_q=1, seqlen_k=4096, num_heads_q=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype="bfloat16",
     softmax_scale=0.1, page_size=16,
@@ -124,7 +157,7 @@ DECODE = AttentionProblem(
     [
         ({"dtype": "float32"}, "float32"),
         ({"seqlen_q": 9}, "36 queries"),
-        ({"packed": True, "total_q": 16}, "packed"),
+        ({"packed": True, "total_q": 16, "total_k": 65536, "page_size": 0}, "packed keys"),
         ({"mask_shape": (1, 1, 1, 4096)}, "a mask"),
         ({"bias_shape": (1, 1, 1, 4096)}, "a bias"),
         ({"alibi_shape": (32,)}, "ALiBi"),

@@ -18,9 +18,11 @@ from tests.conformance.test_paged import OF_HOPPER
 from tests.conformance.test_paged import check as check_pages
 from tests.kernels.hopper import gluon_on_cpu
 from tests.marks import needs_triton
-from warpwave import UnsupportedProblem, attention
+from warpwave import Causal, UnsupportedProblem, attention, dispatch
 from warpwave.gpu import Gpu
-from warpwave.kernels.hopper.flash_fwd import Config, specify
+from warpwave.kernels.hopper.flash_fwd import Config, default, specify
+from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_config
+from warpwave.problem import AttentionProblem
 
 CHUNK = replace(PLAIN, dtype="bfloat16", dims=(128, 128), lengths=(70, 3000), heads=(8, 2), batch=3)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -91,6 +93,49 @@ def test_pages(packed: bool, page_size: int, cache: str, splits: int) -> None:
         page_size, "bfloat16", (128, 128), (8, 2), lengths, packed, "bottom_right", max_seqlen_k=1024, cache=cache
     )
     check_pages(OF_HOPPER, case, "normal", config=Config(128, 64, 2, heads=2, num_splits=splits))
+
+
+CACHES_OF_8_BITS = ("float8_e4m3fn:head", "int8:head", "int8:token")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("queries", [5, 16, 70])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("cache", CACHES_OF_8_BITS)
+def test_default_splits_of_8_bits(cache: str, page_size: int, queries: int, head_dim: int) -> None:
+    lengths = ((queries, 4000), (queries, 0), (queries, 2777))
+    case = PagedCase(
+        page_size, "bfloat16", (head_dim, head_dim), (8, 2), lengths, False, "bottom_right", max_seqlen_k=4096,
+        cache=cache,
+    )  # fmt: skip
+    call = paged.build(case, "normal", DEVICE)
+    config = default(call.problem, harness.GPU)
+    assert harness.GPU.capability != 90 or (config is not None and config.num_splits > 1)
+    check_pages(OF_HOPPER, case, "sharp")
+
+
+H200 = replace(Gpu.for_arch("sm_90"), num_sms=132)
+CACHED = AttentionProblem(
+    batch=4, seqlen_q=16, seqlen_k=8000, num_heads_q=16, num_heads_kv=4, head_dim=128, head_dim_v=128, dtype="bfloat16",
+    softmax_scale=0.1, causal=Causal("bottom_right"), page_size=64, dtype_kv="int8", kv_factors="token",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", [("float8_e4m3fn", "head"), ("int8", "head"), ("int8", "token")], ids=str)
+def test_auto_splits_keys_of_8_bits(kind: tuple[str, str], head_dim: int) -> None:
+    """Several queries of grouped heads; decode, windows and wide heads stay with split_kv."""
+    problem = replace(CACHED, dtype_kv=kind[0], kv_factors=kind[1], head_dim=head_dim, head_dim_v=head_dim)
+    for seqlen_q in (5, 16):
+        choice = dispatch.choose(replace(problem, seqlen_q=seqlen_q), H200)
+        assert choice.kernel.NAME == OF_HOPPER and choice.config.num_splits > 1
+        assert flash_fwd_config.runs(problem, H200, choice.config)
+    others: tuple[dict[str, Any], ...] = (
+        {"seqlen_q": 1}, {"head_dim": 256, "head_dim_v": 256}, {"window_size": (100, 0)}, {"seqlen_k": 400},
+    )  # fmt: skip
+    for change in others:
+        assert dispatch.choose(replace(problem, **change), H200).kernel.NAME == "split_kv"
 
 
 @pytest.mark.gpu

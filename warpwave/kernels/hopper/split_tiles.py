@@ -9,19 +9,20 @@ from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
 from warpwave.problem import AttentionProblem, by_kind
 
-# In a microsecond: operations of an SM, bytes that it loads, and bytes of partial results that a GPU writes and reads.
-# Fitted to 124 calls on an H200, whose default configs take 1.01 times as long as the fastest tried, in the geometric
-# mean (2026-12-01-h200-split-tiles.json).
-FLOPS_PER_US, BYTES_PER_US, MERGED_PER_US = 5.2e6, 60e3, 3.5e6
+# In a microsecond: operations of an SM, elements of K and V that it loads in 16 bits, those of 8 bits that a block's
+# widener converts, and bytes of partial results that a GPU writes and reads. Fitted to 124 calls on an H200, whose
+# default configs take 1.01 times as long as the fastest tried, in the geometric mean
+# (2026-12-01-h200-split-tiles.json); the widener's to two calls at head_dim 64 (2026-12-01-h200-packed-and-8-bit.json).
+FLOPS_PER_US, LOADED_PER_US, WIDENED_PER_US, MERGED_PER_US = 5.2e6, 30e3, 12e3, 3.5e6
 # What a block takes beside its steps, in steps: for its first loads and for out; partial results have twice as many
 # bytes, and their stores do not overlap.
 START, START_OF_SPLIT = 1, 3
 MERGE_US = 4  # of the second launch
-LEAST_KEYS = 512  # of a split
+LEAST_KEYS, LEAST_KEYS_OF_8_BITS = 512, 256  # of a split
 MOST_WAVES, MOST_SPLITS = 4, 64
 LEAST_GAIN = 1.1
 # Where hopper/flash_fwd is faster than split_kv: keys of all tiles of 64 rows for each SM, if these tiles are full and
-# nearly fill the SMs, and if not, above head_dim 64 and up to it.
+# nearly fill the SMs, or the keys have 8 bits; and if not, above head_dim 64 and up to it.
 LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 480
 LEAST_KEYS_OF_FEW_WIDE, LEAST_KEYS_OF_FEW_NARROW = 960, 1200
 FEWEST_ROWS = 17  # of a sequence; with fewer, most of a tile is empty
@@ -68,10 +69,12 @@ def hides_keys(problem: AttentionProblem) -> bool:
 @by_kind
 def _tiles(problem: AttentionProblem) -> tuple[Tile, Tile] | None:
     """Returns the tile for up to 64 rows a sequence, and for more; None if keys of such calls are not split: a window
-    leaves few keys, and a cache of 8 bits was not tried."""
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if not can_split(problem) or hides_keys(problem) or problem.dtype_kv is not None or widest > 256:
+    leaves few keys, and caches of 8 bits were not tried above head_dim 128."""
+    widest, is_of_8_bits = max(problem.head_dim, problem.head_dim_v), problem.dtype_kv is not None
+    if not can_split(problem) or hides_keys(problem) or widest > (128 if is_of_8_bits else 256):
         return None
+    if is_of_8_bits:
+        return (Tile(64, 64, 3, 1), Tile(128, 64, 3, 1)) if widest > 64 else (Tile(64, 64, 3, 2), Tile(128, 128, 2, 1))
     if widest > 160:
         return Tile(64, 64, 2, 1), Tile(128, 64, 2, 1)
     if widest > 128:
@@ -92,7 +95,7 @@ def splitting(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Splitting | N
     tiles, places = max(1, query_tiles(problem, tile.block_m, heads)), sms * tile.blocks_per_sm
     if 2 * tiles > MOST_WAVES * places:  # for two splits
         return None
-    most = min(MOST_SPLITS, problem.seqlen_k // LEAST_KEYS)
+    most = min(MOST_SPLITS, problem.seqlen_k // _least_keys(problem))
     numbers = {max(2, min(most, waves * places // tiles)) for waves in range(1, MOST_WAVES + 1)}
     us, splits = min((_time_us(problem, sms, tile, tiles, splits), splits) for splits in numbers)
     whole_us = _time_us(problem, sms, whole, query_tiles(problem, whole.block_m, heads), 1)
@@ -102,7 +105,12 @@ def splitting(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Splitting | N
 def _has_keys_to_split(problem: AttentionProblem) -> bool:
     """Returns whether there are keys for two splits, and all tiles see nearly as many."""
     is_even = problem.causal is None or 2 * problem.seqlen_q <= problem.seqlen_k
-    return problem.seqlen_k >= 2 * LEAST_KEYS and is_even
+    return problem.seqlen_k >= 2 * _least_keys(problem) and is_even
+
+
+def _least_keys(problem: AttentionProblem) -> int:
+    """Returns the fewest keys of a split."""
+    return LEAST_KEYS if problem.dtype_kv is None else LEAST_KEYS_OF_8_BITS
 
 
 def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
@@ -123,14 +131,15 @@ def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
         return False
     if not fills and not _has_keys_to_split(problem):
         return False
-    is_wide = max(problem.head_dim, problem.head_dim_v) > 64
-    return tiles * problem.seqlen_k >= (LEAST_KEYS_OF_FEW_WIDE if is_wide else LEAST_KEYS_OF_FEW_NARROW) * sms
+    of_few = LEAST_KEYS_OF_FEW_WIDE if max(problem.head_dim, problem.head_dim_v) > 64 else LEAST_KEYS_OF_FEW_NARROW
+    return tiles * problem.seqlen_k >= (of_few if problem.dtype_kv is None else LEAST_KEYS_PER_SM) * sms
 
 
 def _time_us(problem: AttentionProblem, sms: int, tile: Tile, tiles: int, splits: int) -> float:
     """Returns the estimated time of a call with so many tiles of rows."""
     width = problem.head_dim + problem.head_dim_v
-    step = 2 * tile.block_n * width * max(tile.block_m / FLOPS_PER_US, 1 / BYTES_PER_US)
+    of_keys = LOADED_PER_US if problem.dtype_kv is None else WIDENED_PER_US
+    step = tile.block_n * width * max(2 * tile.block_m / FLOPS_PER_US, 1 / of_keys)
     blocks = tiles * splits
     # Blocks that share an SM take longer, but not if each has one of its own.
     turns = -(-blocks // (sms * tile.blocks_per_sm)) * min(tile.blocks_per_sm, -(-blocks // sms))

@@ -60,7 +60,7 @@ def cannot(problem: AttentionProblem, gpu: Gpu, rows: int) -> list[str]:
             f"{beside} columns of k beside v": not 0 < beside <= BOX,
             "packed keys": problem.packed and not problem.page_size,
         }
-    without = "packed sequences" if rows == MANY else ""
+    without = ("packed sequences",) if rows == MANY else ()
     found = reasons.of_features(problem, "the launch for latents does not support", others, without)
     if not found and rows == FEW and stages(problem, gpu) < boxes(problem):
         found.append(f"head_dim {problem.head_dim} does not fit half of a multiprocessor's shared memory")

@@ -62,6 +62,7 @@ class Options(NamedTuple):
         KEYS: keys of a tile.
         ROWS: queries of all heads of a program, padding included: 16 or 32.
         GROUP: query heads that read a kv head.
+        PACKED: whether q is packed: sequences then have different numbers of queries.
         SPLIT: whether a program stores a partial result instead of its output.
     """
 
@@ -72,6 +73,7 @@ class Options(NamedTuple):
     GROUP: gl.constexpr
     HEAD_DIM: gl.constexpr
     HEAD_DIM_V: gl.constexpr
+    PACKED: gl.constexpr
     SPLIT: gl.constexpr
     HAS_SINKS: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
@@ -97,6 +99,8 @@ class Call:
 
     Args:
         batch, head, split: the program's sequence, kv head, and split of the keys.
+        seqlen_q: queries of a sequence, of the longest if they are packed.
+        rows_heads: queries of all heads and sequences.
     """
 
     batch: gl.tensor
@@ -125,6 +129,19 @@ def neighbor(WHAT: gl.constexpr, THREADS: gl.constexpr = 128):
 
 
 @jit
+def queries_of_sequence(cu_seqlens_q_ptr, call, options: Options):
+    """Returns the sequence's first query, counted over all sequences, and the number of its queries."""
+    first = call.batch * call.seqlen_q
+    count = call.seqlen_q
+    if options.PACKED:
+        total = call.rows_heads // (call.num_heads_kv * options.GROUP)
+        first = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + call.batch), 0), total)
+        end = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + call.batch + 1), first), total)
+        count = gl.minimum(end - first, call.seqlen_q)
+    return first, count
+
+
+@jit
 def keys_of_sequence(pages: Pages, table_row, call):
     """Returns the number of keys of the sequence, at most what the table holds."""
     length = call.capacity
@@ -134,9 +151,9 @@ def keys_of_sequence(pages: Pages, table_row, call):
 
 
 @jit
-def band(window: Window, call, length):
+def band(window: Window, seqlen_q, length):
     """Returns (low, high): query i sees keys i + low to i + high, as in primitives.band_edges."""
-    offset = length - call.seqlen_q
+    offset = length - seqlen_q
     low = offset - window.left
     high = offset + window.right
     if window.TOP_LEFT:
@@ -145,19 +162,21 @@ def band(window: Window, call, length):
 
 
 @jit
-def keys_of(window: Window, call, length, KEYS: gl.constexpr):
+def keys_of(window: Window, call, seqlen_q, length, options: Options):
     """Returns (first, begin, end): this split's first step, and the keys that any query of the program sees."""
-    low, high = band(window, call, length)
+    low, high = band(window, seqlen_q, length)
     begin = call.first_key
     end = length
     if window.HAS_LOW:
         begin = gl.maximum(begin, low)
     if window.HAS_HIGH:
-        end = gl.minimum(end, call.seqlen_q + high)
+        end = gl.minimum(end, seqlen_q + high)
     if window.HAS_LOW and window.HAS_HIGH:
         # A window that begins past the diagonal (top-left causal) shows nothing at all.
         end = gl.where(low > high, 0, end)
-    return (begin // KEYS + call.split) * KEYS, begin, end
+    if options.PACKED:
+        end = gl.where(seqlen_q == 0, 0, end)
+    return (begin // options.KEYS + call.split) * options.KEYS, begin, end
 
 
 @jit
@@ -184,7 +203,9 @@ def load_tile(ring, tensor_map, n, pools, head, row, COPY: gl.constexpr, KEYS: g
 
 
 @jit
-def producer(k_map, v_map, k_ring, v_ring, window: Window, pages: Pages, options: Options, call):
+def producer(
+    k_map, v_map, cu_seqlens_q_ptr, k_ring, v_ring, window: Window, pages: Pages, options: Options, call
+):  # fmt: skip
     """Loads the split's keys and values, tile after tile. Each lane holds one page id. The next 32 are loaded while
     these are used, because a load from saturated memory takes as long as the data in flight: several steps."""
     KEYS: gl.constexpr = options.KEYS
@@ -203,7 +224,8 @@ def producer(k_map, v_map, k_ring, v_ring, window: Window, pages: Pages, options
             ids = page_ids(table_ptr, key, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
             more = page_ids(table_ptr, key + STEPS * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
     length = keys_of_sequence(pages, table_row, call)
-    first, _, end = keys_of(window, call, length, KEYS)
+    _, seqlen_q = queries_of_sequence(cu_seqlens_q_ptr, call, options)
+    first, _, end = keys_of(window, call, seqlen_q, length, options)
     if pages.PAGE_SIZE > 0 and window.HAS_LOW:
         ids = page_ids(table_ptr, first, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
         more = page_ids(table_ptr, first + STEPS * stride, stride, call.capacity, pages.PAGE_SIZE, PAGES, COPY)
@@ -249,7 +271,7 @@ def zero_unseen(ring, n, begin, end):
 
 
 @jit
-def store_queries(q_tensor: AnyTokens, q_tiles, call, options: Options):
+def store_queries(q_tensor: AnyTokens, q_tiles, first_query, seqlen_q, call, options: Options):
     """Stores q of the program's rows to shared memory, with zeros for absent rows."""
     BOXES: gl.constexpr = q_tiles.shape[0]
     layout: gl.constexpr = row_vectors(BOX)
@@ -257,8 +279,11 @@ def store_queries(q_tensor: AnyTokens, q_tiles, call, options: Options):
     columns = gl.arange(0, BOX, gl.SliceLayout(0, layout))
     heads = call.head * options.GROUP + rows % options.GROUP
     of_rows = rows // options.GROUP * q_tensor.stride_m + heads * q_tensor.stride_h
-    q_ptr = q_tensor.ptr + call.batch.to(gl.int64) * q_tensor.stride_b
-    inside = rows < call.seqlen_q * options.GROUP
+    if options.PACKED:
+        q_ptr = q_tensor.ptr + first_query.to(gl.int64) * q_tensor.stride_m
+    else:
+        q_ptr = q_tensor.ptr + call.batch.to(gl.int64) * q_tensor.stride_b
+    inside = rows < seqlen_q * options.GROUP
     for j in gl.static_range(BOXES):
         there = inside[:, None] & (j * BOX + columns < options.HEAD_DIM)[None, :]
         q = gl.load(q_ptr + (of_rows[:, None] + (j * BOX + columns)[None, :]), mask=there, other=0.0)
@@ -296,8 +321,8 @@ def add_values(p_tile, ring, n, acc, alpha):
 
 @jit
 def consumer(
-    q_tensor: AnyTokens, out_ptr, lse_ptr, partials: Partials, sinks_ptr, window: Window, pages: Pages,
-    options: Options, q_tiles, k_ring, v_ring, p_tile, call,
+    q_tensor: AnyTokens, out_ptr, lse_ptr, partials: Partials, cu_seqlens_q_ptr, sinks_ptr, window: Window,
+    pages: Pages, options: Options, q_tiles, k_ring, v_ring, p_tile, call,
 ):  # fmt: skip
     """Computes the split's state of all rows, or their output if no other split has keys."""
     ROWS: gl.constexpr = options.ROWS
@@ -310,13 +335,14 @@ def consumer(
         neighbor("wait")
         neighbor("launch_dependents")
     length = keys_of_sequence(pages, table_row_of(pages, call.batch), call)
-    store_queries(q_tensor, q_tiles, call, options)
-    low, high = band(window, call, length)
-    first, begin, end = keys_of(window, call, length, KEYS)
+    first_query, seqlen_q = queries_of_sequence(cu_seqlens_q_ptr, call, options)
+    store_queries(q_tensor, q_tiles, first_query, seqlen_q, call, options)
+    low, high = band(window, seqlen_q, length)
+    first, begin, end = keys_of(window, call, seqlen_q, length, options)
     whole_begin = begin
     whole_end = end
     if window.HAS_LOW:
-        whole_begin = gl.maximum(begin, call.seqlen_q - 1 + low)
+        whole_begin = gl.maximum(begin, seqlen_q - 1 + low)
     if window.HAS_HIGH:
         whole_end = gl.minimum(end, high + 1)
     rows = gl.arange(0, ROWS, by_row)
@@ -352,10 +378,10 @@ def consumer(
         acc = add_values(p_tile, v_ring, n, acc, alpha)
 
     num_heads = call.num_heads_kv * GROUP
-    inside = queries < call.seqlen_q
+    inside = queries < seqlen_q
     heads = call.head * GROUP + rows % GROUP
     l_row = gl.sum(l_i, axis=0)
-    of_row = ((call.batch * call.seqlen_q + queries).to(gl.int64) * num_heads) + heads
+    of_row = ((first_query + queries).to(gl.int64) * num_heads) + heads
     columns = gl.arange(0, BOX, by_key)
     factor = gl.full([ROWS], 1.0, gl.float32, by_row)
     if options.SPLIT:
@@ -369,7 +395,10 @@ def consumer(
             factor, m_i, l_row = state_with_sink(sink, m_i, l_row)
         factor = factor / gl.where(l_row == 0.0, 1.0, l_row)
         if options.WRITE_LSE:
-            at = (call.batch.to(gl.int64) * num_heads + heads) * call.seqlen_q + queries
+            if options.PACKED:
+                at = (call.rows_heads // num_heads).to(gl.int64) * heads + first_query + queries
+            else:
+                at = (call.batch.to(gl.int64) * num_heads + heads) * call.seqlen_q + queries
             gl.store(lse_ptr + at, natural_lse(m_i, l_row), mask=inside)
         to = out_ptr + of_row * options.HEAD_DIM_V
     for j in gl.static_range(v_ring.boxes):
@@ -391,6 +420,7 @@ def few_rows_kernel(
     num_heads_kv,
     partials: Partials,
     rows_heads,
+    cu_seqlens_q_ptr,
     sinks_ptr,
     window: Window,
     pages: Pages,
@@ -435,11 +465,11 @@ def few_rows_kernel(
             (
                 consumer,
                 (
-                    q_tensor, out_ptr, lse_ptr, partials, sinks_ptr, window, pages, call_options, q_tiles, k_ring,
-                    v_ring, p_tile, call,
+                    q_tensor, out_ptr, lse_ptr, partials, cu_seqlens_q_ptr, sinks_ptr, window, pages, call_options,
+                    q_tiles, k_ring, v_ring, p_tile, call,
                 ),
             ),
-            (producer, (k_map, v_map, k_ring, v_ring, window, pages, call_options, call)),
+            (producer, (k_map, v_map, cu_seqlens_q_ptr, k_ring, v_ring, window, pages, call_options, call)),
         ],
         [1],
         [56],

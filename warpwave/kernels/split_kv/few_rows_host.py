@@ -29,7 +29,7 @@ MOST_BLOCKS_PER_SM = 3  # more would leave the warpgroup too few registers
 THREADS = 256  # of a block: a warpgroup, and a second one that contains the warp that loads
 # Positions of the pointers among split_kv's arguments (q, k, v, out, lse, acc, state, the operands after v).
 ACC = 5
-TABLES = ("sinks", "page_table", "seqused_k", "rows")
+TABLES = ("cu_seqlens_q", "sinks", "page_table", "seqused_k", "rows")
 POINTERS = (0, 3, 4, 5, 6, *(CachedOperands._fields.index(name) + 4 for name in TABLES))
 
 
@@ -54,11 +54,12 @@ def _cannot_kind(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         "float32": DTYPE_BYTES[problem.dtype] != 2,
         f"a cache of {problem.dtype_kv}": problem.dtype_kv is not None,
         "pieces that do not depend on the batch": problem.batch_invariant,
+        "packed keys": problem.packed and not problem.page_size,
         f"pages of {problem.page_size}": 0 < problem.page_size < 16,
         f"head_dim {problem.head_dim}": problem.head_dim % 8 != 0 or problem.head_dim > WIDEST,
         f"head_dim_v {problem.head_dim_v}": problem.head_dim_v % 8 != 0 or problem.head_dim_v > WIDEST,
     }
-    return reasons.of_features(problem, UNKNOWN, others, without="softcap")
+    return reasons.of_features(problem, UNKNOWN, others, without=("packed sequences", "softcap"))
 
 
 def takes(problem: AttentionProblem, gpu: Gpu, operands: Any, most_rows: int = ROWS[-1]) -> bool:
@@ -222,6 +223,7 @@ def specify(
             "GROUP": problem.num_heads_q // problem.num_heads_kv,
             "HEAD_DIM": problem.head_dim,
             "HEAD_DIM_V": problem.head_dim_v,
+            "PACKED": problem.packed,
             "SPLIT": split,
             **band_constants(problem),
             "HAS_SINKS": problem.has_sinks,
@@ -251,7 +253,7 @@ def scalars(
 ) -> list[int | float]:
     """Returns the run-time arguments after the pointers, in the kernel's order."""
     return [
-        *q.stride(),
+        *((0, *q.stride()) if problem.packed else q.stride()),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.num_heads_kv,
