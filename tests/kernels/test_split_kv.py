@@ -203,7 +203,10 @@ def test_prompts_with_few_tiles(change: dict[str, Any], kernel: str) -> None:
         ({"batch": 8}, (128, 4, 3)),  # in two shares 64 do not
         ({"batch": 4, "seqlen_k": 4096, "page_size": 64}, (64, 2, 3)),
         ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 4)),
-        ({"batch": 48, "head_dim": 64, "head_dim_v": 64}, (128, 4, 3)),
+        ({"batch": 48, "head_dim": 64, "head_dim_v": 64}, (64, 2, 3)),  # more tiles than SMs
+        ({"batch": 48, "head_dim": 64, "head_dim_v": 64, "page_size": 64}, (64, 2, 3)),
+        ({"batch": 48, "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5}, (128, 4, 3)),  # of 32 rows
+        ({"batch": 10, "head_dim": 64, "head_dim_v": 64}, (128, 4, 3)),
         ({"batch": 16, "head_dim": 256, "head_dim_v": 256}, (64, 4, 3)),
         ({"seqlen_q": 500, "page_size": 64}, (64, 4, 3)),
         ({"batch": 16, "window_size": (4000, 0)}, (64, 4, 3)),

@@ -81,6 +81,16 @@ LARGE_HEADS = [
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "pages and 32", "FAIL",
     ),
     Mutant(
+        "packed queries of another sequence", "kernels/split_kv/few_rows_device.py",
+        "q_ptr = q_tensor.ptr + first_query.to(gl.int64)", "q_ptr = q_tensor.ptr + call.batch.to(gl.int64)",
+        "../kernels/hopper/test_few_rows.py::test_packed_queries_on_a_cpu", "4", "FAIL",
+    ),
+    Mutant(
+        "lse of packed queries as of padded ones", "kernels/split_kv/few_rows_device.py",
+        ".to(gl.int64) * heads + first_query + queries", ".to(gl.int64) * heads + queries",
+        "../kernels/hopper/test_few_rows.py::test_packed_queries_on_a_cpu", "4", "FAIL",
+    ),
+    Mutant(
         "blocks of 16 rows for more", "kernels/split_kv/few_rows_host.py", '"ROWS": config.block_m,', '"ROWS": 16,',
         "../kernels/hopper/test_few_rows.py::test_the_protocol_on_a_cpu", "17 or 24", "FAIL",
     ),
@@ -89,6 +99,11 @@ LARGE_HEADS = [
         "few_rows.takes(problem, gpu, operands, config.block_m)", "few_rows.takes(problem, gpu, operands)",
         "../kernels/hopper/test_few_rows.py::test_a_config_of_fewer_rows_than_the_call_goes_by_pointers", "",
         "few_rows_kernel",
+    ),
+    Mutant(
+        "keys of 8 bits stay with split_kv as those of 16 bits", "kernels/hopper/split_tiles.py",
+        "(of_few if problem.dtype_kv is None else LEAST_KEYS_PER_SM)", "of_few",
+        "../kernels/hopper/test_flash_fwd_splits.py::test_auto_splits_keys_of_8_bits", "64", "split_kv",
     ),
     Mutant(
         "many rows leave split_kv although hopper/flash_fwd cannot run them", "kernels/split_kv/claims.py",

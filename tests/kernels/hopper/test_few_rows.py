@@ -234,6 +234,7 @@ def test_it_compiles_without_spills_and_by_tensor_maps() -> None:
         (everything, 64, 2, 1), ({"head_dim": 72, "head_dim_v": 40, "page_size": 0}, 128, 1, 4),
         ({"head_dim": 256, "head_dim_v": 256, "page_size": 64}, 64, 3, 2), (everything | {"seqlen_q": 8}, 64, 3, 3),
         ({"seqlen_q": 5, "head_dim": 64, "head_dim_v": 64}, 64, 6, 1),
+        (everything | {"packed": True, "total_q": 40, "total_k": 65536}, 64, 2, 4),
     )  # fmt: skip
     config = {"num_warps": 4, "launched_ahead": True, "by_map": True, "roles": True}
     jobs = [
