@@ -57,6 +57,26 @@ def test_idle_sms_are_counted() -> None:
     assert f"The grid has {blocks} blocks, so {132 - blocks} of 132 SMs are idle" in advice(said)
 
 
+def test_the_kernel_that_auto_takes_is_advised_as_such() -> None:
+    """A chunk of few rows on many keys, by a kernel that does not split keys."""
+    chunk = replace(
+        PLAIN, batch=1, num_heads_q=8, num_heads_kv=1, seqlen_q=64, seqlen_k=32768, head_dim=128, head_dim_v=128
+    )
+    said = advice(warpwave.explain(chunk, gpu=resolve("h200"), kernel="flash_fwd"))
+    assert 'kernel="hopper/flash_fwd" is predicted' in said and '"auto" chooses it' in said
+
+
+def test_splits_of_keys_are_advised_by_the_kernel_that_splits_this_call() -> None:
+    """Few tiles of rows on many keys, and a kernel that has no other tiles: the kernel of `auto` is named if it splits
+    keys, else another."""
+    few = replace(
+        PLAIN, batch=1, num_heads_q=8, num_heads_kv=1, seqlen_q=64, seqlen_k=16384, head_dim=128, head_dim_v=128
+    )
+    for change, name in (({}, "hopper/flash_fwd"), ({"seqlen_q": 1}, "split_kv")):
+        said = warpwave.explain(replace(few, **change), gpu=resolve("h200"), kernel="hopper/large_head_dim")
+        assert f'kernel="{name}" splits the keys of a head over blocks' in advice(said)
+
+
 def test_a_config_named_in_advice_exists_and_does_what_is_said() -> None:
     said = on("mi300x", batch=1, num_heads_q=8, num_heads_kv=8, seqlen_q=1000, seqlen_k=1000)
     found = re.search(r"Time Config\((.*?)\) of [\w.]+: ([\d,]+) blocks.*?, at least ([\d.,]+) us", advice(said))

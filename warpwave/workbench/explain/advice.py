@@ -180,16 +180,15 @@ def _better_config(call: Call, bounds: Roofline) -> tuple[float, Any, str] | Non
 
 
 def _divides_keys(call: Call) -> str:
-    """Returns a phrase that names the kernel which splits the keys of a head over blocks; empty if none can."""
+    """Returns a phrase that names a kernel which by default splits the keys of this call over blocks, that of `auto` if
+    it does; empty if none does."""
     from warpwave import dispatch
 
-    for kernel in dispatch.KERNELS:
-        if (
-            kernel is not call.kernel
-            and hasattr(kernel, "choose_splits")
-            and not dispatch.why_not(kernel, call.problem, call.gpu)
-        ):
-            return f'; kernel="{kernel.NAME}" splits the keys of a head over blocks'
+    for kernel in (dispatch.choose(call.problem, call.gpu).kernel, *dispatch.KERNELS):
+        if kernel is not call.kernel and not dispatch.why_not(kernel, call.problem, call.gpu):
+            first = next(iter(kernel.configs(call.problem, call.gpu)), None)
+            if getattr(first, "num_splits", 1) > 1:
+                return f'; kernel="{kernel.NAME}" splits the keys of a head over blocks'
     return ""
 
 
@@ -298,15 +297,19 @@ def _shares_tiles(call: Call) -> str:
 
 
 def _other_kernel(call: Call) -> Iterator[_Advice]:
-    """Yields a kernel that `auto` does not choose and that is predicted to be faster by more than the usual error."""
+    """Yields another kernel that is predicted to be faster by more than the usual error."""
+    from warpwave import dispatch
+
     if call.prediction is None or not call.alternatives_us:
         return
     name, other_us = min(call.alternatives_us.items(), key=lambda item: item[1])
     if other_us * FAR < call.prediction.time_us:
+        of_auto = dispatch.choose(call.problem, call.gpu).kernel.NAME
+        why = '"auto" chooses it' if of_auto == name else 'No such call was measured, so "auto" does not choose it'
         yield _Advice(
             call.prediction.time_us - other_us,
             f'kernel="{name}" is predicted to take {us(other_us)} where {call.kernel.NAME} takes '
-            f'{us(call.prediction.time_us)}. No such call was measured, so "auto" does not choose it; time both.',
+            f"{us(call.prediction.time_us)}. {why}; time both.",
         )
 
 
