@@ -349,8 +349,8 @@ MAPS: tuple[Rule[Change], ...] = (
         "not measured; maps cannot load these tiles",
     ),
     Rule(
-        "Hopper, 16 bits, few tiles of rows, head_dim up to 128; at most 16 rows, more tiles than SMs, up to 64: tensor "
-        "maps and blocks of two warps",
+        "Hopper, 16 bits, few tiles of rows, head_dim up to 128; at most 16 rows, more tiles of rows than SMs, up to "
+        "64: tensor maps and blocks of two warps",
         _suits_few_warps,
         (_by_few_warps,),
         "1 x 4,096 keys 6.6 us, and 7.8 with one block per SM; 4 x 4,096 20.0 and 21.3; 1 x 65,536 65.4 and 66.2",
