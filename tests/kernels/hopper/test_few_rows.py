@@ -120,7 +120,7 @@ def test_the_protocol_on_a_cpu(name: str) -> None:
 @pytest.mark.parametrize("queries", [(4, 1), (0, 3), (2, 0), (1, 1)], ids=str)
 def test_packed_queries_on_a_cpu(queries: tuple[int, int], change: dict[str, Any], splits: int) -> None:
     """Sequences of different numbers of queries, none of one too, and a token that belongs to no sequence."""
-    features = {"lengths": (4, 200), "causal": "bottom_right", "sinks": True} | change
+    features: dict[str, Any] = {"lengths": (4, 200), "causal": "bottom_right", "sinks": True} | change
     call = cases.build(replace(BASE, **features), "normal", torch.device("cpu"))
     padded = replace(call.problem, return_lse=True)
     used = [padded.seqlen_k, padded.seqlen_k - 37]
