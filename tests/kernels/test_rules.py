@@ -107,6 +107,12 @@ def calls_of(module: ModuleType, seed: str, count: int) -> Iterator[tuple[Attent
             problem = replace(problem, seqlen_q=queries, seqlen_k=keys, num_heads_kv=problem.num_heads_q)
             alone: dict[str, Any] = {"mask_shape": None, "bias_shape": None, "bias_dtype": None, "alibi_shape": None}
             problem = replace(problem, has_sinks=False, causal=None, window_size=(-1, -1), **alone)
+        if module is split_kv and i % 13 == 1 and not problem.page_size and not problem.packed:
+            # Decode of many sequences with narrow heads.
+            alone = {"mask_shape": None, "bias_shape": None, "bias_dtype": None, "alibi_shape": None, "causal": None}
+            problem = replace(problem, window_size=(-1, -1), error_budget=None, precision="default", **alone)
+            problem = replace(problem, dtype="bfloat16", batch_invariant=False, batch=40, seqlen_q=1, seqlen_k=3000)
+            problem = replace(problem, num_heads_q=8, num_heads_kv=8, head_dim=64, head_dim_v=64)
         if module is hopper_flash_fwd and i % 13 == 0 and not problem.page_size and not problem.packed:
             # A causal mask alone over as many keys as queries, or over a long prompt, or no mask, which no drawn call
             # has.
