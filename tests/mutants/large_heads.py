@@ -86,6 +86,11 @@ LARGE_HEADS = [
         "../kernels/hopper/test_few_rows.py::test_packed_queries_on_a_cpu", "4", "FAIL",
     ),
     Mutant(
+        "packed queries after the last token", "kernels/split_kv/few_rows_device.py",
+        "count = gl.minimum(end - first, call.seqlen_q)", "count = call.seqlen_q",
+        "../kernels/hopper/test_few_rows.py::test_any_offsets_stay_inside_the_tensors", "", "count",
+    ),
+    Mutant(
         "lse of packed queries as of padded ones", "kernels/split_kv/few_rows_device.py",
         ".to(gl.int64) * heads + first_query + queries", ".to(gl.int64) * heads + queries",
         "../kernels/hopper/test_few_rows.py::test_packed_queries_on_a_cpu", "4", "FAIL",

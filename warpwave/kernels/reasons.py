@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from warpwave.gpu import Gpu
 from warpwave.problem import AttentionProblem
@@ -100,7 +100,7 @@ def of_pages(problem: AttentionProblem) -> list[str]:
 
 
 def of_features(
-    problem: AttentionProblem, who: str, others: dict[str, bool], without: Collection[str] = ()
+    problem: AttentionProblem, who: str, others: dict[str, bool], without: tuple[str, ...] = ()
 ) -> list[str]:
     """Returns what a launch does not support and the call has: each of `FEATURES`, and others.
 

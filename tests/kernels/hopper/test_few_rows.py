@@ -4,6 +4,7 @@ GPU: tests/conformance/test_few_rows.py."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,20 +64,26 @@ def in_pages(call: cases.Call, page_size: int, used: list[int]) -> tuple[Attenti
     return replace(call.problem, page_size=page_size), cached
 
 
-def on_cpu(problem: AttentionProblem, operands: Any, config: split_kv.Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
+def device_modules() -> tuple[Any, ...]:
     from warpwave.kernels.hopper import pages, parts, rows, softmax
-    from warpwave.kernels.split_kv import few_rows_device as device
+    from warpwave.kernels.split_kv import few_rows_device
 
+    return few_rows_device, pages, parts, rows, softmax
+
+
+def on_cpu(
+    problem: AttentionProblem, operands: Any, config: split_kv.Config, first_key: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by the source of the kernel, and the merge as Triton's interpreter runs it."""
     out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     acc, state = partials.allocate(problem, config.num_splits, "cpu") if config.num_splits > 1 else (None, None)
     for tensor in (acc, state):
         if tensor is not None:
             tensor.fill_(torch.nan)
     arguments = (*operands[:3], out, lse, acc, state, *operands[3:], *[None] * (12 - len(operands)))
-    spec = few_rows.specify(problem, H200, operands, arguments, config, 0)
+    spec = few_rows.specify(problem, H200, operands, arguments, config, first_key)
     own = {"neighbor": lambda: lambda what, threads=128: None}
-    gluon_on_cpu.run_launch(spec, (device, pages, parts, rows, softmax), spec.grid, own)
+    gluon_on_cpu.run_launch(spec, device_modules(), spec.grid, own)
     if config.num_splits > 1:
         merge = partials.specify_merge(problem, config.num_splits, acc, state, out, lse, operands.sinks)  # type: ignore[arg-type]
         launch.bind(merge)(*merge.tensors)
@@ -144,6 +151,39 @@ def test_packed_queries_on_a_cpu(queries: tuple[int, int], change: dict[str, Any
             mine = slice(begin, begin + count)
             verdict = judge_forward(alone, forward_references(alone, of_alone), out[None, mine], lse[None, :, mine])
             assert verdict.passed, f"sequence {b}: {verdict}"
+
+
+@needs_triton
+@pytest.mark.parametrize("offsets", [(0, 3, 7), (-5, 2, 2), (6, 1, 9), (0, 7, 3), (2**31 - 1, -(2**31), 4), (3, 99, 1)])
+@pytest.mark.parametrize("queries", [2, 4])
+def test_any_offsets_stay_inside_the_tensors(offsets: tuple[int, int, int], queries: int) -> None:
+    """Of seven tokens, in two sequences of at most so many queries."""
+    modules = {module.__name__: module for module in device_modules()}
+    total, group, heads_kv = 7, 3, 2
+    cu_seqlens_q = gluon_on_cpu.Pointer(torch.tensor(offsets))
+    for batch in range(2):
+        device = gluon_on_cpu.functions(modules, gluon_on_cpu.Block(batch, 2))[device_modules()[0].__name__]
+        rows_heads = torch.tensor(total * group * heads_kv)
+        call = device.Call(torch.tensor(batch), 0, 0, 1, queries, 64, heads_kv, rows_heads, 0)
+        first, count = device.queries_of_sequence(cu_seqlens_q, call, SimpleNamespace(PACKED=True, GROUP=group))
+        begin = min(max(offsets[batch], 0), total)
+        assert first == begin and count == min(max(min(offsets[batch + 1], total) - begin, 0), queries)
+
+
+@needs_triton
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_keys_before_the_first_are_left_to_another_launch(page_size: int) -> None:
+    call = cases.build(replace(BASE, lengths=(1, 200)), "normal", torch.device("cpu"))
+    problem, operands, first = replace(call.problem, return_lse=True), call.operands, 128
+    keys: Any = operands
+    given = problem
+    if page_size:
+        given, keys = in_pages(call._replace(problem=problem), page_size, [200, 200])
+    out, lse = on_cpu(given, keys, split_kv.Config(16, 64, 4, 2, by_map=True, roles=True), first)
+    rest = operands._replace(k=operands.k[:, first:], v=operands.v[:, first:])
+    of_rest = replace(problem, seqlen_k=200 - first)
+    verdict = judge_forward(of_rest, forward_references(of_rest, rest), out, lse)
+    assert verdict.passed, str(verdict)
 
 
 DECODE = AttentionProblem(

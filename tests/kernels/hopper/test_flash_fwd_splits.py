@@ -138,6 +138,35 @@ def test_auto_splits_keys_of_8_bits(kind: tuple[str, str], head_dim: int) -> Non
         assert dispatch.choose(replace(problem, **change), H200).kernel.NAME == "split_kv"
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, (64, 64, 3, 1, 8)),
+        ({"seqlen_k": 2300}, (64, 64, 3, 1, 8)),  # with 512 keys for each split there would be four
+        ({"seqlen_q": 70}, (128, 64, 3, 1, 5)),
+        ({"head_dim": 64, "head_dim_v": 64}, (64, 64, 3, 2, 16)),
+        ({"head_dim": 64, "head_dim_v": 64, "seqlen_q": 70}, (128, 128, 2, 1, 5)),
+        # As fast without splits if bytes alone counted.
+        (
+            {"head_dim": 64, "head_dim_v": 64, "batch": 3, "num_heads_q": 32, "num_heads_kv": 8, "seqlen_k": 2081},
+            (64, 64, 3, 2, 8),
+        ),
+    ],
+)
+def test_tiles_and_splits_of_8_bits(change: dict[str, Any], expected: tuple[int, ...]) -> None:
+    config = default(replace(CACHED, **change), H200)
+    assert config is not None
+    tile = config.block_m, config.block_n, config.num_stages, config.blocks_per_sm
+    assert (*tile, config.num_splits) == expected
+
+
+def test_few_tiles_of_8_bits_whose_keys_are_not_split_stay_with_split_kv() -> None:
+    narrow = replace(CACHED, batch=2, seqlen_q=128, seqlen_k=1024, num_heads_kv=1, head_dim=64, head_dim_v=64)
+    for problem, name in ((narrow, "split_kv"), (replace(narrow, dtype_kv=None, kv_factors=None, batch=8), OF_HOPPER)):
+        choice = dispatch.choose(problem, H200)
+        assert choice.kernel.NAME == name and default(problem, H200).num_splits == 1  # type: ignore[union-attr]
+
+
 @pytest.mark.gpu
 def test_new_lengths() -> None:
     """Calls of one class with other lengths, numbers of splits and batches, each twice, with the same bits."""

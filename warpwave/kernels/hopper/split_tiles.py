@@ -9,10 +9,11 @@ from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
 from warpwave.problem import AttentionProblem, by_kind
 
-# In a microsecond: operations of an SM, elements of K and V that it loads in 16 bits, those of 8 bits that a block's
-# widener converts, and bytes of partial results that a GPU writes and reads. Fitted to 124 calls on an H200, whose
-# default configs take 1.01 times as long as the fastest tried, in the geometric mean
-# (2026-12-01-h200-split-tiles.json); the widener's to two calls at head_dim 64 (2026-12-01-h200-packed-and-8-bit.json).
+# In a microsecond: operations of an SM, elements of K and V that it loads in 16 bits or converts from 8, and bytes of
+# partial results that a GPU writes and reads. Fitted to 124 calls in 16 bits on an H200, whose default configs take
+# 1.01 times as long as the fastest tried, in the geometric mean (2026-12-01-h200-split-tiles.json). The rate of
+# conversion is that of two calls at head_dim 64, with factors of heads and of tokens, in which one block uses an SM
+# (2026-12-01-h200-packed-and-8-bit.json).
 FLOPS_PER_US, LOADED_PER_US, WIDENED_PER_US, MERGED_PER_US = 5.2e6, 30e3, 12e3, 3.5e6
 # What a block takes beside its steps, in steps: for its first loads and for out; partial results have twice as many
 # bytes, and their stores do not overlap.
@@ -21,8 +22,9 @@ MERGE_US = 4  # of the second launch
 LEAST_KEYS, LEAST_KEYS_OF_8_BITS = 512, 256  # of a split
 MOST_WAVES, MOST_SPLITS = 4, 64
 LEAST_GAIN = 1.1
-# Where hopper/flash_fwd is faster than split_kv: keys of all tiles of 64 rows for each SM, if these tiles are full and
-# nearly fill the SMs, or the keys have 8 bits; and if not, above head_dim 64 and up to it.
+# Where hopper/flash_fwd is faster than split_kv: so many keys of all tiles of 64 rows for each SM. The first number is
+# for full tiles that nearly fill the SMs, and for caches of 8 bits; the others are for other calls whose keys can be
+# split, above head_dim 64 and up to it.
 LEAST_SHARE_OF_SMS, LEAST_KEYS_PER_SM = 0.75, 480
 LEAST_KEYS_OF_FEW_WIDE, LEAST_KEYS_OF_FEW_NARROW = 960, 1200
 FEWEST_ROWS = 17  # of a sequence; with fewer, most of a tile is empty
@@ -116,9 +118,11 @@ def _least_keys(problem: AttentionProblem) -> int:
 def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:
     """Returns whether hopper/flash_fwd is faster than `split_kv`, if both run a call.
 
-    On an H200 (2026-12-01-h200-split-tiles.json), hopper/flash_fwd is 0.87 to 3.1 times as fast in 64 calls for which
-    this holds, 1.32 in the geometric mean, and 0.36 to 1.28 times in 86 others, 0.71 in the mean. In 119 calls drawn
-    afterwards, which `split_kv` computed before, it is 0.92 to 2.6 times as fast, 1.24 in the mean.
+    On an H200, in 16 bits (2026-12-01-h200-split-tiles.json), hopper/flash_fwd is 0.87 to 3.1 times as fast in 64 calls
+    for which this holds, 1.32 in the geometric mean, and 0.36 to 1.28 times in 86 others, 0.71 in the mean. In 119
+    calls drawn afterwards, which `split_kv` computed before, it is 0.92 to 2.6 times as fast, 1.24 in the mean. On
+    caches of 8 bits (2026-12-01-h200-packed-and-8-bit.json) it is 0.69 to 2.6 times as fast in 47 calls, 1.29 in the
+    mean, four of which it computed before without splits.
     """
     heads, sms = heads_of_tile(problem), gpu.assumed_sms
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)

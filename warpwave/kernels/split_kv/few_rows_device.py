@@ -134,7 +134,7 @@ def queries_of_sequence(cu_seqlens_q_ptr, call, options: Options):
     first = call.batch * call.seqlen_q
     count = call.seqlen_q
     if options.PACKED:
-        total = call.rows_heads // (call.num_heads_kv * options.GROUP)
+        total = (call.rows_heads // (call.num_heads_kv * options.GROUP)).to(gl.int32)
         first = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + call.batch), 0), total)
         end = gl.minimum(gl.maximum(gl.load(cu_seqlens_q_ptr + call.batch + 1), first), total)
         count = gl.minimum(end - first, call.seqlen_q)

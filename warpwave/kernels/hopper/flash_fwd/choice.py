@@ -115,6 +115,7 @@ MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 DROPOUT = "2026-11-30-h200-dropout.json"
 NARROW_FORWARD = "2026-11-30-h200-narrow-forward.json"
 SPLIT_TILES = "2026-12-01-h200-split-tiles.json"
+SPLITS_OF_8_BITS = "2026-12-01-h200-packed-and-8-bit.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
 RULES: tuple[Rule[Config], ...] = (
@@ -580,5 +581,5 @@ def _note_of_splits(problem: AttentionProblem, gpu: Gpu, config: Config) -> str:
     return (
         f"{said}: {query_tiles(problem, config.block_m, config.heads)} tiles of {config.block_m} rows on "
         f"{gpu.assumed_sms} SMs; estimated {found.time_us:.0f} us, and {found.whole_us:.0f} us with num_splits = 1 and "
-        f"tiles of {whole.block_m} rows ({SPLIT_TILES})"
+        f"tiles of {whole.block_m} rows ({SPLIT_TILES if problem.dtype_kv is None else SPLITS_OF_8_BITS})"
     )

@@ -10,19 +10,20 @@ from warpwave.gpu import WGMMA_ROWS, Gpu
 from warpwave.kernels import partials, reasons
 from warpwave.kernels.cost import ODD_ROWS, Cost, launch_order, line_bytes, merging, odd_rows, walk, with_merge
 from warpwave.kernels.hopper.flash_fwd.call import reach
-from warpwave.kernels.hopper.flash_fwd.choice import always_fits
+from warpwave.kernels.hopper.flash_fwd.choice import always_fits, default
 from warpwave.kernels.hopper.flash_fwd.config import (
     ABLE,
     PARTS,
     Config,
     has_bias_cells,
+    has_widener,
     num_parts,
     row_pieces,
     smem_bytes,
     widens_values,
 )
 from warpwave.kernels.hopper.shared_tiles import heads_of_tile, query_tiles
-from warpwave.kernels.hopper.split_tiles import outruns_split_kv
+from warpwave.kernels.hopper.split_tiles import LEAST_SHARE_OF_SMS, outruns_split_kv
 from warpwave.kernels.prepass import mask_bits, scale_ahead
 from warpwave.problem import DTYPE_BYTES, AttentionProblem, by_kind
 
@@ -138,10 +139,15 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     8-bit caches 1.01 to 2.38 in 46 calls with factors of heads (record 2026-11-28-h200-prefill-from-8-bit-pages.json),
     and 1.23 to 5.52 in 32 with factors of tokens (record 2026-11-29-h200-factors-of-tokens.json).
     """
-    if outruns_split_kv(problem, gpu):
-        return []
     heads = heads_of_tile(problem)
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)
+    if outruns_split_kv(problem, gpu):
+        # A block converts 8-bit keys as fast as it can, so idle SMs cost more: 0.46 to 0.95 times as fast as split_kv
+        # in four calls (2026-12-01-h200-packed-and-8-bit.json).
+        is_slow = has_widener(problem) and tiles < LEAST_SHARE_OF_SMS * gpu.assumed_sms
+        config = default(problem, gpu) if is_slow else None
+        if not is_slow or (config is not None and config.num_splits > 1):
+            return []
     return [
         f"{tiles} tiles of {WGMMA_ROWS} rows, {rows} a sequence on average, on {problem.seqlen_k} keys and "
         f"{gpu.assumed_sms} SMs: split_kv is faster with few rows a sequence, with few keys an SM, and with few tiles "
