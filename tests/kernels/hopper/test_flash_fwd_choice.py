@@ -277,7 +277,12 @@ def test_full_calls_of_few_keys_take_small_tiles_unless_rows_begin_between_secto
         ({"num_heads_q": 4, "dropout_p": 0.1}, None, 1),
         ({"num_heads_q": 4, "batch_invariant": True}, None, 1),
         ({"num_heads_q": 4, "dtype": "float32", "precision": "tf32"}, None, 1),
-        ({"num_heads_q": 4, "page_size": 16, "dtype_kv": "int8", "kv_factors": "head"}, None, 1),
+        ({"num_heads_q": 4, "page_size": 16, "dtype_kv": "int8", "kv_factors": "head"}, (128, 64, 3, 1), 8),
+        (
+            {"num_heads_q": 4, "page_size": 16, "dtype_kv": "int8", "kv_factors": "head", "window_size": (4000, 0)},
+            None,
+            1,
+        ),
     ],
     ids=str,
 )

@@ -269,7 +269,11 @@ def test_8_bit_pages_equal_pages_of_16_bits(cache: str, config: Config) -> None:
         ({"batch": 64, "seqlen_q": 8, "num_heads_q": 24}, "64 rows, 8 a sequence"),  # heads do not share tiles
         ({"batch": 1, "seqlen_q": 128, "num_heads_q": 8}, "16 tiles of 64 rows"),
         ({"batch": 1, "seqlen_q": 128, "window_size": (4000, 0)}, "64 tiles of 64 rows"),  # its keys are not split
-        ({"batch": 1, "seqlen_q": 128, "dtype_kv": "int8", "kv_factors": "head"}, "64 tiles of 64 rows"),
+        ({"batch": 1, "seqlen_q": 128, "dtype_kv": "int8", "kv_factors": "head"}, ""),  # the keys are split
+        (
+            {"batch": 1, "seqlen_q": 128, "dtype_kv": "int8", "kv_factors": "head", "window_size": (4000, 0)},
+            "64 tiles of 64 rows",
+        ),
         ({"batch": 8, "seqlen_q": 64, "seqlen_k": 64}, "few keys"),
         ({"batch": 1, "seqlen_q": 256, "seqlen_k": 256}, "few keys"),
     ],
