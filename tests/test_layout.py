@@ -229,7 +229,6 @@ def test_a_family_lists_everything_that_is_asked_of_a_kernel() -> None:
         "MEANT_FROM",
         "SHARES_TILES",
         "SKIPS_HIDDEN_TILES",
-        "choose_splits",
         "default",
         "gradients",
         "notes",

@@ -29,8 +29,6 @@ Commands of the workbench read these, all of them optional:
                                                be compiled without a GPU
     ABLE                                       the float32 arithmetics it has (precision.py); PORTABLE if absent
     arithmetic_of(problem, gpu) -> str         the float32 arithmetic of gradients, if not the forward's
-    choose_splits(problem, gpu, config)        how many blocks share the keys of a head; if present, `explain`
-                                               recommends the kernel for its splits
     MEANT_FROM                                 the least head_dim for which `explain` recommends it
     SHARES_TILES                               True if the query heads that read one kv head always share tiles
     SKIPS_HIDDEN_TILES                         True if it skips tiles that a boolean mask hides

@@ -19,7 +19,7 @@ FLOPS_PER_US, LOADED_PER_US, WIDENED_PER_US, MERGED_PER_US = 5.2e6, 30e3, 12e3, 
 # bytes, and their stores do not overlap.
 START, START_OF_SPLIT = 1, 3
 MERGE_US = 4  # of the second launch
-LEAST_KEYS, LEAST_KEYS_OF_8_BITS = 512, 256  # of a split
+LEAST_KEYS = 512  # of a split
 MOST_WAVES, MOST_SPLITS = 4, 64
 LEAST_GAIN = 1.1
 # Where hopper/flash_fwd is faster than split_kv: so many keys of all tiles of 64 rows for each SM. The first number is
@@ -97,7 +97,7 @@ def splitting(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Splitting | N
     tiles, places = max(1, query_tiles(problem, tile.block_m, heads)), sms * tile.blocks_per_sm
     if 2 * tiles > MOST_WAVES * places:  # for two splits
         return None
-    most = min(MOST_SPLITS, problem.seqlen_k // _least_keys(problem))
+    most = min(MOST_SPLITS, problem.seqlen_k // LEAST_KEYS)
     numbers = {max(2, min(most, waves * places // tiles)) for waves in range(1, MOST_WAVES + 1)}
     us, splits = min((_time_us(problem, sms, tile, tiles, splits), splits) for splits in numbers)
     whole_us = _time_us(problem, sms, whole, query_tiles(problem, whole.block_m, heads), 1)
@@ -107,12 +107,7 @@ def splitting(problem: AttentionProblem, gpu: Gpu, whole: Tile) -> Splitting | N
 def _has_keys_to_split(problem: AttentionProblem) -> bool:
     """Returns whether there are keys for two splits, and all tiles see nearly as many."""
     is_even = problem.causal is None or 2 * problem.seqlen_q <= problem.seqlen_k
-    return problem.seqlen_k >= 2 * _least_keys(problem) and is_even
-
-
-def _least_keys(problem: AttentionProblem) -> int:
-    """Returns the fewest keys of a split."""
-    return LEAST_KEYS if problem.dtype_kv is None else LEAST_KEYS_OF_8_BITS
+    return problem.seqlen_k >= 2 * LEAST_KEYS and is_even
 
 
 def outruns_split_kv(problem: AttentionProblem, gpu: Gpu) -> bool:

@@ -17,4 +17,3 @@ from warpwave.kernels.split_kv.host import (
     bind_with_prefix,
     specify,
 )
-from warpwave.kernels.split_kv.splits import choose_splits

@@ -116,8 +116,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def _is_of_hopper(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Returns whether hopper/flash_fwd runs a call and is faster. Keys that position hides
-    are not counted, so such calls stay here."""
+    """Returns whether hopper/flash_fwd runs a call and is faster. The rule does not know which keys position hides, so
+    such calls stay here."""
     is_able = (
         gpu.vendor == "nvidia"
         and gpu.capability == 90

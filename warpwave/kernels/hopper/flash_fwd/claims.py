@@ -142,8 +142,8 @@ def _outrun_from_pages(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     heads = heads_of_tile(problem)
     rows, tiles = problem.rows * heads // max(1, problem.batch), query_tiles(problem, WGMMA_ROWS, heads)
     if outruns_split_kv(problem, gpu):
-        # A block converts 8-bit keys as fast as it can, so idle SMs cost more: 0.46 to 0.95 times as fast as split_kv
-        # in four calls (2026-12-01-h200-packed-and-8-bit.json).
+        # The conversion of 8-bit keys binds a block, so idle SMs cost more: 0.46 to 0.95 times as fast as split_kv in
+        # four calls (2026-12-01-h200-packed-and-8-bit.json).
         is_slow = has_widener(problem) and tiles < LEAST_SHARE_OF_SMS * gpu.assumed_sms
         config = default(problem, gpu) if is_slow else None
         if not is_slow or (config is not None and config.num_splits > 1):
