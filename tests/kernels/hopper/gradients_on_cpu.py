@@ -56,8 +56,9 @@ def on_cpu(
             tensor.fill_(torch.nan if tensor.is_floating_point() else 77)
     tensors = Tensors(call.operands, out, lse.contiguous(), dout, dlse, workspace, *grads)
     tensors = kernel.with_bias(problem, tensors, more)
-    if workspace.hidden.q is not None:
-        torch._foreach_zero_(workspace.hidden.flags)
+    if any(tensor is not None for tensor in workspace.hidden):
+        for flags in workspace.hidden.flags:
+            flags.zero_()
         for step in hidden.steps(problem, tensors, of):
             launch.bind(step.launch)(*step.launch.tensors)
     if more:

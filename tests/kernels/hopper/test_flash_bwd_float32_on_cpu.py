@@ -79,6 +79,36 @@ def test_float32_with_dropout_on_a_cpu(features: str) -> None:
     judge(call, "from" in features, more=False)
 
 
+MASKED: dict[str, dict[str, Any]] = {
+    "mask": {"mask": "full", "batch": 2},
+    "mask of keys, causal": {"mask": "keys", "causal": "bottom_right", "lengths": (330, 150), "heads": (2, 1)},
+    "mask of keys": {"mask": "keys", "heads": (4, 2), "batch": 2},
+    "mask of rows": {"mask": "rows", "heads": (4, 2), "lengths": (400, 600)},
+    "mask of rows, window": {"mask": "rows", "window": (300, 5), "lengths": (400, 600)},
+    "mask of a head, alibi": {"mask": "full", "heads": (4, 2), "alibi": "heads", "batch": 2, "causal": "top_left"},
+    "mask, dropout": {"mask": "full", "window": (60, 90), "lengths": (200, 460), "dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("dims", [(64, 40), (128, 128), (59, 111)], ids=str)
+@pytest.mark.parametrize("of_unseen", [torch.nan, 1e30])
+@pytest.mark.parametrize("features", MASKED)
+def test_float32_under_masks_on_a_cpu(features: str, of_unseen: float, dims: tuple[int, int]) -> None:
+    """What the mask hides entirely has no effect, neither as NaN nor, by its size, on the scales of the others."""
+    call = in_float32({**MASKED[features], "lse": False}, dims)
+    judge(call, of_unseen, more="alibi" in features)
+
+
+def test_float32_queries_and_keys_that_a_mask_hides() -> None:
+    """Whole tiles of queries, of one head more than of the other, and the first tiles of keys, as padding at the left
+    does: the center of the keys is that of none."""
+    call = in_float32({"lengths": (400, 330), "mask": "full", "heads": (2, 1), "lse": False}, (64, 64))
+    mask = call.operands.mask.expand(1, 2, -1, -1).clone()
+    mask[..., :140] = mask[:, :, 128:256] = mask[:, 1, :200] = False
+    problem = replace(call.problem, mask_shape=tuple(mask.shape))
+    judge(call._replace(problem=problem, operands=call.operands._replace(mask=mask)), torch.nan, more=False)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e15])
 def test_float32_of_any_magnitude(scale: float) -> None:
     """Columns of k, v and q span four decades, and what arrives may be as small or large as float32 holds."""

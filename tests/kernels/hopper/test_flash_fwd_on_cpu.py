@@ -33,7 +33,7 @@ from warpwave.kernels.hopper import (
     visible,
     words,
 )
-from warpwave.kernels.hopper.flash_fwd import consumer, kernel, mask_bias, producer, splits, widener
+from warpwave.kernels.hopper.flash_fwd import consumer, float32_tiles, kernel, mask_bias, producer, splits, widener
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.kv_cache import new_tokens
 from warpwave.operands import AnyOperands
@@ -43,7 +43,7 @@ from warpwave.workbench.verify.reference import oracle
 
 MODULES = (
     *(kernel, consumer, producer, mask_bias, factors, pages, parts, rows, scheduler, serial, softmax, split_float32),
-    *(splits, token_factors, visible, widener, words),
+    *(float32_tiles, splits, token_factors, visible, widener, words),
 )
 H200 = Gpu.for_arch("sm_90")
 CPU = torch.device("cpu")
@@ -59,10 +59,11 @@ def on_cpu(
     """out and lse by the source of the kernel and its roles, one block after another; appends the maps of K and V."""
     out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     if problem.dtype == "float32":
-        ahead, attend, of_parts, _ = flash_fwd._specify_parts(problem, H200, operands, out, lse, config)
+        specified = flash_fwd._specify_parts(problem, H200, operands, out, lse, config)
+        ahead, attend = specified.before, specified.attend
         # What is not in use is not written, and whatever lies there must do no harm.
-        inverses = attend.tensors[13 + 6]  # after the maps, and out, lse, slopes, sinks and offsets
-        for written in (*of_parts, *([] if inverses is None else [inverses])):
+        inverses = attend.tensors[13 + 8]  # after the maps, out, lse, slopes, sinks, offsets, words and bias
+        for written in (*specified.parts, *([] if inverses is None else [inverses])):
             written.fill_(torch.nan)
     else:
         specified = flash_fwd.specify(problem, H200, operands, out, lse, config)
@@ -459,6 +460,71 @@ def test_masks_and_biases_on_a_cpu(features: str, config: flash_fwd.Config) -> N
     k[unseen], v[unseen] = torch.nan, torch.inf
     found = on_cpu(call.problem, hidden._replace(k=k, v=v), config)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+MASKED_FLOAT32: dict[str, dict[str, Any]] = {
+    "mask": {"mask": "full", "batch": 2, "sinks": True},
+    "mask of keys, window": {"mask": "keys", "batch": 2, "window": (60, 5), "lengths": (90, 340)},
+    "mask of keys, grouped heads": {"mask": "keys", "batch": 2, "heads": (4, 2), "softcap": 3.0},
+    "mask of rows, ALiBi": {"mask": "rows", "alibi": "heads", "softcap": 3.0},
+    "mask of heads, causal": {"mask": "full", "heads": (4, 2), "causal": "top_left"},
+}
+FLOAT32 = {
+    "fp16x3": ("float32:default", (40, 80), flash_fwd.Config(128, 128, 2)),
+    "fp16x3, one stage": ("float32:default", (96, 72), flash_fwd.Config(128, 64, 1)),
+    "fp16x3, short steps": ("float32:default", (16, 200), flash_fwd.Config(64, 32, 1)),
+    "fp16x1": ("float32:tf32", (64, 80), flash_fwd.Config(128, 64, 2)),
+    "bf16x6": ("float32:bf16x6", (40, 59), flash_fwd.Config(64, 64, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", FLOAT32)
+@pytest.mark.parametrize("features", MASKED_FLOAT32)
+def test_masks_of_float32_on_a_cpu(features: str, kind: str) -> None:
+    """What a mask hides from all queries has no effect, also on the scales of keys and values."""
+    dtype, dims, config = FLOAT32[kind]
+    call = cases.build(replace(SHORT, dtype=dtype, dims=dims, **MASKED_FLOAT32[features]), "normal", CPU)
+    mask = call.operands.mask
+    if mask.shape[-1] > 1:
+        mask[..., 3] = False
+    out, lse = on_cpu(call.problem, call.operands, config)
+    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
+    assert verdict.passed, str(verdict)
+    unseen = ~torch.stack(harness.visible(call)).any(2).any(1)
+    assert mask.shape[-1] == 1 or unseen[:, 3].all()
+    for value in (torch.nan, torch.inf, 1e30):
+        k, v = call.operands.k.clone(), call.operands.v.clone()
+        k[unseen], v[unseen] = value, -value
+        found = on_cpu(call.problem, call.operands._replace(k=k, v=v), config)
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse), value
+
+
+@pytest.mark.parametrize("kind", FLOAT32)
+def test_float32_values_that_a_block_does_not_see(kind: str) -> None:
+    """Another block sees them, so their parts are not zeros."""
+    dtype, dims, config = FLOAT32[kind]
+    call = cases.build(replace(SHORT, dtype=dtype, dims=dims, heads=(2, 2), mask="full"), "normal", CPU)
+    mask, rows = call.operands.mask, config.block_m
+    mask[..., :rows, 5] = False
+    mask[..., rows:, 5] = True
+    out, lse = on_cpu(call.problem, call.operands, config)
+    v = call.operands.v.clone()
+    v[:, 5] = torch.inf
+    found = on_cpu(call.problem, call.operands._replace(v=v), config)
+    assert torch.equal(found[0][:, :rows], out[:, :rows]) and torch.equal(found[1], lse)
+    assert bool((found[0][:, rows:] == torch.inf).all())
+
+
+def test_a_scale_of_0_under_a_mask() -> None:
+    """Hidden scores of minus infinity are multiplied by the scale too, and the data's own scale may be tiny."""
+    for kind in ("fp16x3", "fp16x1", "bf16x6"):
+        dtype, dims, config = FLOAT32[kind]
+        call = cases.build(replace(SHORT, dtype=dtype, dims=dims, mask="full", scale=0.0), "normal", CPU)
+        small = call.operands._replace(q=call.operands.q * 1e-30, k=call.operands.k * 1e-30)
+        for operands in (call.operands, small):
+            out, lse = on_cpu(call.problem, operands, config)
+            verdict = judge_forward(call.problem, forward_references(call.problem, operands), out, lse)
+            assert verdict.passed, f"{kind}: {verdict}"
 
 
 @pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(64, 128, 2, 2)], ids=str)

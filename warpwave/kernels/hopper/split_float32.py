@@ -13,25 +13,11 @@ additions combine them. There are two reasons:
 - A tensor core truncates what it accumulates, so a sum kept in it over all keys would be off by 1e-8 of itself per key.
 - An infinity in float32 must not become NaN. The remainder of an Inf is NaN, which must not be added to the product
   that holds the float32 result (`number`).
-
-Tiles are not overlapped within a group: a tile's products take so much longer than its softmax that the other group's
-products hide it. Probabilities and values are multiplied in slices of the columns, to limit registers.
 """
 
-from warpwave.kernels.hopper.parts import (
-    LARGEST_SCALE,
-    ROWS,
-    SMALLEST_SCALE,
-    accumulator_layout,
-    hand_back,
-    like,
-    matrix,
-    unseen_zero,
-    wait_full,
-    zero_accumulator,
-)
-from warpwave.kernels.hopper.rows import store_accumulator, zero_values
-from warpwave.kernels.hopper.softmax import in_bits, new_maximum, partial_sums, probabilities
+from warpwave.kernels.hopper.factors import in_range
+from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, like, matrix, unseen_zero, zero_accumulator
+from warpwave.kernels.hopper.rows import store_accumulator
 from warpwave.runtime.gluon_or_stub import constexpr_function, gl, jit, warpgroup_mma, warpgroup_mma_wait, with_fields
 
 # Scales ---------------------------------------------------------------------------------------------------------------
@@ -65,9 +51,7 @@ def scaled_rules(inverses_ptr, q_inverses_ptr, work, GROUP: gl.constexpr, num_he
         number = (work.batch * num_heads + work.head) * tiles + tile
     of_key = inverses_ptr + (work.batch * (num_heads // group_size) + work.head // group_size) * 2
     inverse = gl.load(q_inverses_ptr + number) * gl.load(of_key)
-    # Clamp the factor where scores exceed float32 anyway: 0 times Inf would turn a score of 0 into NaN.
-    inverse = gl.minimum(gl.maximum(inverse, SMALLEST_SCALE), LARGEST_SCALE)
-    return with_fields(rules, scale=rules.scale * inverse)
+    return with_fields(rules, scale=in_range(rules.scale * inverse))
 
 
 @jit
@@ -326,71 +310,6 @@ def add_values(p, v_ring, n, acc, alpha, i: gl.constexpr, PARTS: gl.constexpr):
     large = warpgroup_mma(p[0], values_slice(v_ring, tile, i), zero, use_acc=False, is_async=True)
     small, large = warpgroup_mma_wait(0, deps=[small, large])
     return add_up(acc, like(alpha, acc), large, small)
-
-
-@jit
-def split_step(
-    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, m_i, lead, l_i, acc, tile, place, keys, rules,
-    AT_EDGE: gl.constexpr,
-):  # fmt: skip
-    """Processes tile n of the ring, the `tile`-th of the sequence, masked if it is at an edge."""
-    wait_full(k_ring, n)
-    x = split_scores(q_tiles, GROUP, k_ring, n, rules)
-    hand_back(k_ring, n)
-    scale = 1.0
-    if not AT_EDGE and not rules.HAS_SOFTCAP and not rules.HAS_ALIBI:
-        x = scaled(x, rules.scale)
-    else:
-        x, scale = in_bits(x, tile, place, keys, rules, AT_EDGE)
-    shift, alpha, m_i, lead = new_maximum(x, scale, m_i, lead, AT_EDGE)
-    p32, l_i = probabilities(x, scale, shift, alpha, l_i, rules.BLOCK_N)
-    p = split_operand(p32, rules.PARTS)
-    wait_full(v_ring, n)
-    if AT_EDGE and rules.IS_VARLEN:
-        rows_used = keys.end - keys.begin - tile * rules.BLOCK_N
-        if rows_used < rules.BLOCK_N:
-            zero_values(v_ring, n, rows_used)
-    summed = ()
-    for i in gl.static_range(len(acc)):
-        if i > 0:
-            # This wait never blocks; its spin loop ends the basic block. Without it ptxas starts the next slice's
-            # products before it adds up this slice's, and spills both.
-            wait_full(v_ring, n)
-        summed = summed + (add_values(p, v_ring, n, acc[i], alpha, i, rules.PARTS),)
-    hand_back(v_ring, n)
-    return m_i, lead, l_i, summed
-
-
-@jit
-def split_tiles(
-    q_tiles, GROUP: gl.constexpr, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules
-):  # fmt: skip
-    """Processes all key tiles [begin, end) of 64 queries, the last first. Returns the softmax state and the number of
-    the next tile of the rings."""
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator_layout(rules.BLOCK_N)))
-    lead = gl.zeros_like(m_i)
-    l_i = partial_sums(zero_accumulator(rules.BLOCK_N), rules.BLOCK_N)
-    acc = zero_slices(v_ring)
-    at_edge = end - whole_end  # the diagonal and the ragged end, at least one tile
-    if num_slices(v_ring.pieces) > 2:
-        at_edge += unseen_zero(n)  # if the compiler knows that the loop runs once, it unrolls it, and that code spills
-    for i in range(at_edge):
-        m_i, lead, l_i, acc = split_step(
-            q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, end - 1 - i, place, keys, rules, True
-        )
-        n += 1
-    for i in range(whole_end - whole_begin):
-        m_i, lead, l_i, acc = split_step(
-            q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, whole_end - 1 - i, place, keys, rules, False
-        )
-        n += 1
-    if rules.HAS_LOW:
-        for i in range(whole_begin - begin):
-            m_i, lead, l_i, acc = split_step(
-                q_tiles, GROUP, k_ring, v_ring, n, m_i, lead, l_i, acc, whole_begin - 1 - i, place, keys, rules, True
-            )
-            n += 1
-    return n, m_i, lead, l_i, acc
 
 
 @jit

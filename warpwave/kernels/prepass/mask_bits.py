@@ -154,6 +154,27 @@ def pack_mask_kernel(
     tl.store(words_ptr + flags_begin + flag, tl.max(tl.max((x != 0).to(tl.int32), axis=1), axis=0))
 
 
+@jit(do_not_specialize=["num_rows", "num_keys", "tiles"])
+def keys_seen_kernel(words_ptr, seen_ptr, num_rows, num_keys, tiles, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Flags the keys of one tile of packed words that some query sees: int8 (batch, heads, keys).
+
+    Bound: memory: it reads the words once.
+    """
+    pid = tl.program_id(0)
+    words_ptr += pid.to(tl.int64) * num_rows * 4
+    four = tl.arange(0, 4)
+    union = tl.zeros([ROWS, 4], tl.int32)
+    for first in range(0, num_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        union |= tl.load(words_ptr + rows[:, None] * 4 + four[None, :], mask=(rows < num_rows)[:, None], other=0)
+    # Word q holds columns 8 j + 2 q + c in bit 2 j + c.
+    bit = 2 * tl.arange(0, TILE // 8)[:, None] + tl.arange(0, 2)[None, :]
+    each = (union[:, None, :, None] >> bit[None, :, None, :]) & 1
+    seen = tl.reshape(tl.max(each, axis=0), [TILE])
+    key = pid % tiles * TILE + tl.arange(0, TILE)
+    tl.store(seen_ptr + (pid // tiles).to(tl.int64) * num_keys + key, seen.to(tl.int8), mask=key < num_keys)
+
+
 class Packed(NamedTuple):
     """The memory layout of a packed mask: words (batch, heads, tiles, rows, 4), followed by flags (batch, heads, row
     blocks, tiles), int32. Batch and heads are the mask's; rows are too, unless position hides something.
@@ -232,6 +253,26 @@ def specify(
         },
         options={"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True},
     )  # fmt: skip
+
+
+def specify_keys_seen(problem: AttentionProblem, words: torch.Tensor, seen: torch.Tensor) -> launch.Launch:
+    """Returns the launch that flags in `seen`, int8 of `keys_seen_shape`, the keys that some query sees. `words` are
+    those of `packed(problem)`."""
+    p = packed(problem)
+    return launch.Launch(
+        kernel=keys_seen_kernel,
+        grid=p.batch * p.heads * p.tiles,
+        tensors=(words, seen),
+        scalars=[p.rows, problem.seqlen_k, p.tiles],
+        constants={"ROWS": min(BLOCK_ROWS, 1 << (p.rows - 1).bit_length()), "TILE": TILE_KEYS},
+        options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
+    )
+
+
+def keys_seen_shape(problem: AttentionProblem) -> tuple[int, int, int]:
+    """Returns the shape of the flags of `specify_keys_seen`: (batch, heads, keys). Batch and heads are the mask's."""
+    p = packed(problem)
+    return p.batch, p.heads, problem.seqlen_k
 
 
 def seen_shapes(problem: AttentionProblem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:

@@ -8,7 +8,7 @@ second part holds the remainder of the first, also rounded to 11 bits: Ootomo an
 accuracy from Tensor Cores" (2022), whose parts are not scaled.
 
 Only rows in use determine a scale: those of a sequence, and of K and V those that some query sees. NaN and Inf are
-ignored, and stay what they are.
+ignored, and stay what they are. Keys and values that a boolean mask hides from all queries become zeros.
 
 Bound: memory: 4 bytes per element are read, of K and V twice, and 2 or 4 written.
 """
@@ -29,6 +29,7 @@ from warpwave.kernels.primitives import IN_INTERPRETER
 from warpwave.operands import AnyOperands
 from warpwave.problem import AttentionProblem
 from warpwave.runtime import launch
+from warpwave.runtime.parameters import Pointer
 from warpwave.runtime.triton_or_stub import INTERPRETED, jit, tl
 
 PARTS = {"fp16x1": 1, "fp16x3": 2}  # parts of an operand
@@ -41,6 +42,20 @@ UNSPECIALIZED = ["batch", "num_heads_q", "num_heads_kv", "tiles_q", "tiles_k"]
 
 
 # Device code ----------------------------------------------------------------------------------------------------------
+
+
+class KeysSeen(NamedTuple):
+    """Flags of the keys that a boolean mask shows to some query (`mask_bits.keys_seen_kernel`), or None.
+
+    Attributes:
+        stride_b, stride_h: 0 along broadcast axes.
+        heads: of the mask that share a kv head.
+    """
+
+    ptr: Pointer
+    stride_b: int
+    stride_h: int
+    heads: int
 
 
 @jit
@@ -83,6 +98,32 @@ def load_rows(
 
 
 @jit
+def keys_shown(seen: KeysSeen, item, head, rows, inside):
+    """Returns which keys are `inside` and, if there is a mask, seen by some query of a kv head."""
+    if seen.ptr is None:
+        return inside
+    else:
+        shown = tl.zeros([rows.shape[0]], tl.int8)
+        for i in range(seen.heads):
+            of_head = item.to(tl.int64) * seen.stride_b + (head.to(tl.int64) * seen.heads + i) * seen.stride_h
+            shown |= tl.load(seen.ptr + of_head + rows, mask=inside, other=0)
+        return shown != 0
+
+
+@jit
+def load_keys(
+    tensor: InUnits, seen: KeysSeen, item, head, begin, first, low_row, high_row, UNIT: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Loads rows of K or V as `load_rows` does, zero also where a mask hides a key from all queries."""
+    x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, ROWS, BLOCK_D)
+    if seen.ptr is not None:
+        rows = first + tl.arange(0, ROWS)
+        x = tl.where(keys_shown(seen, item, head, rows, (rows >= low_row) & (rows < high_row))[:, None], x, 0.0)
+    return x
+
+
+@jit
 def largest_of(x):
     """Returns the largest finite magnitude of a tile."""
     magnitudes = tl.abs(x)
@@ -118,22 +159,22 @@ def half_part(x, IS_NVIDIA: tl.constexpr):
 
 @jit
 def _maximum_of_tile(
-    tile, tensor: InUnits, maxima_ptr, sequences: Sequences, window: Window, heads, batch, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    tile, tensor: InUnits, seen: KeysSeen, maxima_ptr, sequences: Sequences, window: Window, heads, batch,
+    UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Returns the largest finite magnitude of one tile's rows in use."""
     item, head, first, _, _ = _place(tile, sequences, heads, batch, True, BLOCK_ROWS)
     begin, low_row, high_row = rows_in_use(item, sequences, window, True)
-    x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
+    x = load_keys(tensor, seen, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
     tl.store(maxima_ptr + tile, largest_of(x))
 
 
 @jit
 def _scale_tile(
-    tile, tensor: InUnits, parts_ptr, maxima_ptr, inverse_ptr, sequences: Sequences, window: Window, heads, batch,
-    IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, OWN_MAXIMUM: tl.constexpr, OWN_ROWS: tl.constexpr,
-    IS_NVIDIA: tl.constexpr,
+    tile, tensor: InUnits, seen: KeysSeen, parts_ptr, maxima_ptr, inverse_ptr, sequences: Sequences, window: Window,
+    heads, batch, IS_KEYS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, OWN_MAXIMUM: tl.constexpr,
+    OWN_ROWS: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile in parts: rows of ROW elements, zero past WIDTH, the parts of a head adjacent. A tile of Q has
     its own scale and writes its inverse; the inverse of a head of K or V is written by the tile with the first row in
@@ -141,13 +182,18 @@ def _scale_tile(
     item, head, first, number, step = _place(tile, sequences, heads, batch, IS_KEYS, BLOCK_ROWS)
     begin, low_row, high_row = rows_in_use(item, sequences, window, IS_KEYS)
     if (first < high_row) & (first + BLOCK_ROWS > low_row):
-        x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
+        if IS_KEYS:
+            x = load_keys(tensor, seen, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
+        else:
+            x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
         largest = tl.full((), 0.0, tl.float32)
         if not IS_KEYS:
             largest = largest_of(x)
         elif OWN_MAXIMUM:
             for row in range(low_row, high_row, OWN_ROWS):
-                others = load_rows(tensor, item, head, begin, row, low_row, high_row, UNIT, WIDTH, OWN_ROWS, BLOCK_D)
+                others = load_keys(
+                    tensor, seen, item, head, begin, row, low_row, high_row, UNIT, WIDTH, OWN_ROWS, BLOCK_D
+                )
                 largest = tl.maximum(largest, largest_of(others))
         else:
             first_tile, last_tile = low_row // BLOCK_ROWS, (high_row - 1) // BLOCK_ROWS
@@ -182,6 +228,7 @@ def maxima_kernel(
     v_tensor: InUnits,
     sequences: Sequences,
     window: Window,
+    seen: KeysSeen,
     maxima_ptr,
     batch,
     num_heads_kv,
@@ -200,12 +247,13 @@ def maxima_kernel(
     pid = tl.program_id(0)
     if pid < tiles_k:
         _maximum_of_tile(
-            pid, k_tensor, maxima_ptr, sequences, window, num_heads_kv, batch, UNIT, HEAD_DIM, BLOCK_ROWS, BLOCK_D
-        )
+            pid, k_tensor, seen, maxima_ptr, sequences, window, num_heads_kv, batch, UNIT, HEAD_DIM, BLOCK_ROWS,
+            BLOCK_D,
+        )  # fmt: skip
     else:
         _maximum_of_tile(
-            pid - tiles_k, v_tensor, maxima_ptr + tiles_k, sequences, window, num_heads_kv, batch, UNIT, HEAD_DIM_V,
-            BLOCK_ROWS, BLOCK_DV,
+            pid - tiles_k, v_tensor, seen, maxima_ptr + tiles_k, sequences, window, num_heads_kv, batch, UNIT,
+            HEAD_DIM_V, BLOCK_ROWS, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -216,6 +264,7 @@ def scale_kernel(
     v_tensor: InUnits,
     sequences: Sequences,
     window: Window,
+    seen: KeysSeen,
     q_parts_ptr,
     k_parts_ptr,
     v_parts_ptr,
@@ -248,20 +297,20 @@ def scale_kernel(
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if pid < tiles_q:
         _scale_tile(
-            pid, q_tensor, q_parts_ptr, maxima_ptr, inverses_ptr + batch * num_heads_kv * 2, sequences, window,
+            pid, q_tensor, seen, q_parts_ptr, maxima_ptr, inverses_ptr + batch * num_heads_kv * 2, sequences, window,
             num_heads_q, batch, False, UNIT, HEAD_DIM, ROW, PARTS, BLOCK_ROWS, BLOCK_D, OWN_MAXIMUM, OWN_ROWS,
             IS_NVIDIA,
         )  # fmt: skip
     elif pid < tiles_q + tiles_k:
         _scale_tile(
-            pid - tiles_q, k_tensor, k_parts_ptr, maxima_ptr, inverses_ptr, sequences, window, num_heads_kv, batch,
-            True, UNIT, HEAD_DIM, ROW, PARTS, BLOCK_ROWS, BLOCK_D, OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA,
+            pid - tiles_q, k_tensor, seen, k_parts_ptr, maxima_ptr, inverses_ptr, sequences, window, num_heads_kv,
+            batch, True, UNIT, HEAD_DIM, ROW, PARTS, BLOCK_ROWS, BLOCK_D, OWN_MAXIMUM, OWN_ROWS, IS_NVIDIA,
         )  # fmt: skip
     else:
         _scale_tile(
-            pid - tiles_q - tiles_k, v_tensor, v_parts_ptr, maxima_ptr + tiles_k, inverses_ptr + 1, sequences, window,
-            num_heads_kv, batch, True, UNIT, HEAD_DIM_V, ROW_V, PARTS, BLOCK_ROWS, BLOCK_DV, OWN_MAXIMUM, OWN_ROWS,
-            IS_NVIDIA,
+            pid - tiles_q - tiles_k, v_tensor, seen, v_parts_ptr, maxima_ptr + tiles_k, inverses_ptr + 1, sequences,
+            window, num_heads_kv, batch, True, UNIT, HEAD_DIM_V, ROW_V, PARTS, BLOCK_ROWS, BLOCK_DV, OWN_MAXIMUM,
+            OWN_ROWS, IS_NVIDIA,
         )  # fmt: skip
 
 
@@ -322,14 +371,29 @@ def _constants_and_options(
     return {"HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v} | blocks | band, options
 
 
+def seen_scalars(problem: AttentionProblem, seen: torch.Tensor | None) -> list[int]:
+    """Returns the run-time numbers of `KeysSeen`."""
+    if seen is None:
+        return [0, 0, 1]
+    batch, heads, keys = seen.shape
+    of_group = 1 if heads == 1 else problem.num_heads_q // problem.num_heads_kv
+    return [heads * keys if batch > 1 else 0, keys if heads > 1 else 0, of_group]
+
+
 def specify_maxima(
-    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, maxima: torch.Tensor, widths: tuple[int, int]
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    maxima: torch.Tensor,
+    widths: tuple[int, int],
+    seen: torch.Tensor | None = None,
 ) -> launch.Launch:
     """Returns the launch that finds the largest magnitude of each tile of k and v in use.
 
     Args:
         maxima: float32 (2, tiles of k), to be written.
         widths: elements of a row of parts of k, and of v.
+        seen: flags of the keys that a boolean mask shows to some query (`mask_bits.specify_keys_seen`).
     """
     strides, unit = operand_strides(operands[:3])
     constants, options = _constants_and_options(problem, gpu, widths)
@@ -337,20 +401,33 @@ def specify_maxima(
     return launch.Launch(
         kernel=maxima_kernel,
         grid=2 * tiles_k,
-        tensors=(*operands[1:3], operands.cu_seqlens_q, operands.cu_seqlens_k, maxima),
-        scalars=[*strides[4:], *arguments.lengths(problem), problem.batch, problem.num_heads_kv, tiles_k],
+        tensors=(*operands[1:3], operands.cu_seqlens_q, operands.cu_seqlens_k, seen, maxima),
+        scalars=[
+            *strides[4:],
+            *arguments.lengths(problem),
+            *seen_scalars(problem, seen),
+            problem.batch,
+            problem.num_heads_kv,
+            tiles_k,
+        ],
         constants={"UNIT": unit} | constants,
         options=options,
     )
 
 
 def specify(
-    problem: AttentionProblem, gpu: Gpu, operands: AnyOperands, arithmetic: str, shapes: tuple[tuple[int, ...], ...]
+    problem: AttentionProblem,
+    gpu: Gpu,
+    operands: AnyOperands,
+    arithmetic: str,
+    shapes: tuple[tuple[int, ...], ...],
+    seen: torch.Tensor | None = None,
 ) -> Scaling:
     """Returns the launches that convert q, k and v to the float16 parts of an arithmetic.
 
     Args:
         shapes: of the parts (`split_ahead.part_shapes`): rows are multiples of 16 elements, zero past head_dim.
+        seen: as `specify_maxima` takes it.
     """
     device = operands.q.device
     parts = tuple(torch.empty(shape, dtype=torch.float16, device=device) for shape in shapes)
@@ -364,7 +441,7 @@ def specify(
     widest = max(constants["BLOCK_D"], constants["BLOCK_DV"])
     launches = []
     if maxima is not None:
-        launches.append(specify_maxima(problem, gpu, operands, maxima, (shapes[0][-1], shapes[2][-1])))
+        launches.append(specify_maxima(problem, gpu, operands, maxima, (shapes[0][-1], shapes[2][-1]), seen))
     else:
         options["num_warps"] = 16
     of_parts = {"ROW": shapes[0][-1], "ROW_V": shapes[2][-1], "PARTS": PARTS[arithmetic]}
@@ -378,10 +455,11 @@ def specify(
             kernel=scale_kernel,
             grid=tiles_q + 2 * tiles_k,
             # A pointer with arithmetic on it must not be absent: the inverses replace maxima that are never read.
-            tensors=(*operands[:3], *cu_seqlens, *parts, inverses, inverses if maxima is None else maxima),
+            tensors=(*operands[:3], *cu_seqlens, seen, *parts, inverses, inverses if maxima is None else maxima),
             scalars=[
                 *strides,
                 *arguments.lengths(problem),
+                *seen_scalars(problem, seen),
                 problem.batch,
                 problem.num_heads_q,
                 problem.num_heads_kv,

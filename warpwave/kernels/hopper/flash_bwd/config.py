@@ -319,7 +319,6 @@ def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         found.append(f"precision {given!r} is {names} here; its float32 products are {ABLE[0]}")
     found += precision.why_not(problem, gpu, ABLE)
     others = {
-        "a mask": problem.mask_shape is not None,
         "a bias": problem.bias_shape is not None,
         "softcap": problem.softcap > 0,
         "sinks": problem.has_sinks,

@@ -25,6 +25,8 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
         for transposed, of in _lists(problem, config, keys).items():
             words[transposed] = (of.packed.size,), torch.int32
             words[2 + transposed] = of.shape, torch.int32
+    if problem.dtype == "float32":  # what is hidden becomes zeros when operands are split (split_rows.py)
+        return [*words, None, (mask_bits.keys_seen_shape(problem), torch.int8), *[None] * 5]
     shapes_of_flags = mask_bits.seen_shapes if problem.bias_shape is None else bias_seen.shapes
     flags: list[Need | None] = [(shape, torch.int8) for shape in shapes_of_flags(problem)]
     dtype = getattr(torch, problem.dtype)
@@ -38,7 +40,7 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
 def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches: they pack the mask, list the steps of blocks, flag the queries and keys that mask and bias
     do not hide entirely, and check the others. If these hold a large number, the operands are copied with zeros for
-    them."""
+    them, except in float32."""
     found, hidden = [], tensors.workspace.hidden
     if problem.bias_shape is not None:
         of_bias = bias_seen.specify(problem, *_bias_and_flags(tensors))
@@ -52,6 +54,8 @@ def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[S
         for transposed, of in lists.items():
             given = partial(_words_and_walks, transposed=transposed)
             found.append(Step(mask_steps.specify(of, *given(tensors)), given))
+    if problem.dtype == "float32":
+        return [*found, Step(mask_bits.specify_keys_seen(problem, *_words_and_keys(tensors)), _words_and_keys)]
     assert hidden.copies_needed is not None
     copying = zero_unseen.specify(_queries(tensors), _keys(tensors), hidden.copies_needed)
     found += [Step(of, _tokens_and_copies) for of in copying]
@@ -76,9 +80,13 @@ def _lists(problem: AttentionProblem, config: Config, keys: int) -> dict[bool, m
 def _mask_and_words(t: Tensors, transposed: bool) -> tuple[Any, ...]:
     hidden = t.workspace.hidden
     words = hidden.words_transposed if transposed else hidden.words
-    # Those of a bias include what the mask hides.
-    seen = (hidden.seen_queries, hidden.seen_keys) if transposed and t.operands.bias is None else (None, None)
-    return t.operands.mask, words, *seen
+    # Those of a bias include what the mask hides; those of float32 are of keys alone, made from the words.
+    is_flagging = transposed and t.operands.bias is None and hidden.seen_queries is not None
+    return t.operands.mask, words, *((hidden.seen_queries, hidden.seen_keys) if is_flagging else (None, None))
+
+
+def _words_and_keys(t: Tensors) -> tuple[Any, ...]:
+    return t.workspace.hidden.words, t.workspace.hidden.seen_keys
 
 
 def _words_and_walks(t: Tensors, transposed: bool) -> tuple[Any, ...]:

@@ -53,8 +53,9 @@ class Hidden(NamedTuple):
 
     @property
     def flags(self) -> list[torch.Tensor]:
-        """Returns the int8 flags that there are."""
-        return [flags for flags in self[4:7] if flags is not None]
+        """Returns the flags that are zeros before the launches; none in float32, whose flags of keys are all
+        written."""
+        return [] if self.copies_needed is None else [flags for flags in self[4:7] if flags is not None]
 
     @property
     def copies(self) -> tuple[torch.Tensor, ...]:

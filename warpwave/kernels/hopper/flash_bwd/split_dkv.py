@@ -24,7 +24,6 @@ from warpwave.kernels.hopper.flash_bwd.band import (
     first_statistic,
     is_cut,
     query_span,
-    tile_at,
     visible,
     work_on_keys,
 )
@@ -45,16 +44,21 @@ from warpwave.kernels.hopper.flash_bwd.steps import (
     heads_of,
     heads_of_call,
     kept,
+    listed,
     load_rows,
+    mask_lines,
+    mask_words,
     place_of_step,
     probabilities,
     row_of,
     signed,
     slope_of,
     statistics_of,
+    step_of,
     stream_of,
+    walk_of,
 )
-from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule
+from warpwave.kernels.hopper.groups import Dropout, KeyGradients, KeySchedule, Mask
 from warpwave.kernels.hopper.parts import (
     accumulator_layout,
     arrive_alone,
@@ -108,8 +112,9 @@ class Given:
 
 
 @jit
-def producer(maps, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules):
-    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head."""
+def producer(maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_ptr, heads, rules):
+    """Draws blocks of keys, and loads K and V of each and the queries that see them, head after head, or in the order
+    of the list of a mask."""
     q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map = maps
     n = 0
     messages = 0
@@ -131,9 +136,18 @@ def producer(maps, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_
                 key += (work.k_begin // ROWS + work.batch) * ROWS
             statistic = first_statistic(work, ROWS, rules)
             first_head, members = heads_of(work, heads)
-            for i in range(count * members):
-                head, tile = place_of_step(i, first_head, members, span, False, rules)
-                row = statistic + tile * ROWS
+            steps = count * members
+            walk = walk_of(mask, work, key_first // ROWS, rules)
+            if rules.HAS_MASK:
+                steps = gl.load(walk)
+            for i in range(steps):
+                if rules.HAS_MASK:
+                    # A list without a visible pair has tile 0, which may lie before the parts: those rows are zeros.
+                    head, row = step_of(listed(walk, i), work, heads, rules)
+                    row -= band.q_begin
+                else:
+                    head, tile = place_of_step(i, first_head, members, span, False, rules)
+                    row = statistic + tile * ROWS
                 line = [batch * heads.num_heads + head, row]
                 load_rows(tiles.queries, q_maps, lse_map, n, batch, head, row, line)
                 if i == 0:
@@ -155,17 +169,17 @@ def producer(maps, tiles, offsets: KeyGradients, schedule: KeySchedule, counter_
 
 
 @jit
-def units_at(given, work, head, span, place, heads, rules):
-    """Returns the address of the units of the place-th tile of a span."""
+def units_at(given, work, head, row_first, band, heads, rules):
+    """Returns the address of the units of the tile that begins at a query."""
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
-    row = first_statistic(work, ROWS, rules) + tile_at(span, place, rules) * ROWS
+    row = first_statistic(work, ROWS, rules) + gl.maximum(row_first - band.q_begin, 0)
     return units_of(given.units_ptr, batch, head, row, heads.num_heads, heads.rows)
 
 
 @jit
-def sum_values(tiles, work, n, given, heads, rules):
+def sum_values(tiles, work, n, given, mask: Mask, heads, rules):
     """Returns, in group 0, dV of a block, and the number of the next tile of queries."""
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(ROWS))
     band = band_of(work, rules)
@@ -177,18 +191,26 @@ def sum_values(tiles, work, n, given, heads, rules):
     none = gl.to_tensor(0)
     place = gl.to_tensor(0)
     head, members = heads_of(work, heads)
-    for _ in range(count * members):
-        row_first = row_of(span, place, band, rules)
-        units = units_at(given, work, head, span, place, heads, rules)
+    row_first = row_of(span, place, band, rules)
+    steps = count * members
+    walk = walk_of(mask, work, key_first // ROWS, rules)
+    if rules.HAS_MASK:
+        steps = gl.load(walk)
+        head, row_first = step_of(listed(walk, 0), work, heads, rules)
+    lines = mask_lines(mask, work, key_first, work.seqlen_k, ROWS, rules)
+    for i in range(steps):
+        words = mask_words(mask, lines, head, row_first, ROWS, rules)
+        units = units_at(given, work, head, row_first, band, heads, rules)
         of_tile = with_fields(rules, scale=rules.scale * gl.load(units + OF_SCORES))
         factor = gl.load(units + OF_VALUES)
         slope = slope_of(given.alibi_slopes_ptr, given.stride_alibi_b, work, head, rules)
         wait_full(tiles.queries.ring, n)
         x = scores_of_parts(tiles.keys, 0, tiles.queries.ring, n)
         lse = statistics_of(tiles.queries, n, 0, ROWS, across)
-        p, _ = probabilities(x, lse[None, :], band, row_first, key_first, slope, none, none, True, False, of_tile)
-        if is_cut(span, place, rules):
-            p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
+        p, _ = probabilities(x, lse[None, :], band, row_first, key_first, slope, words, none, True, False, of_tile)
+        if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
+            if is_cut(span, place, rules):
+                p = gl.where(visible(p, band, row_first, key_first, True, rules), p, 0.0)
         of_this_head = of_head(rules.dropout, dropout_key, work.batch, head)
         p = signed(p, row_first, key_first, True, with_fields(rules, dropout=of_this_head))
         mbarrier.wait(tiles.p_empty.index(n % 2), ((n // 2) & 1) ^ 1)
@@ -200,24 +222,35 @@ def sum_values(tiles, work, n, given, heads, rules):
         wait_full(tiles.dout.ring, n)
         dv = add_products(parts, tiles.dout.ring, n, dv, per_row(factor))
         hand_back_multiplied(tiles.dout.ring, n)
-        head = gl.where(place + 1 == count, head + 1, head)
-        place = gl.where(place + 1 == count, 0, place + 1)
+        if rules.HAS_MASK:
+            head, row_first = step_of(listed(walk, i + 1, i + 1 < steps), work, heads, rules)
+        else:
+            head = gl.where(place + 1 == count, head + 1, head)
+            place = gl.where(place + 1 == count, 0, place + 1)
+            row_first = row_of(span, place, band, rules)
         n += 1
     return dv, n
 
 
 @jit
-def sum_keys(tiles, work, n, given, heads, rules):
+def sum_keys(tiles, work, n, given, mask: Mask, heads, rules):
     """Returns, in group 1, dK of a block before the scale, and the number of the next tile of queries."""
     layout: gl.constexpr = accumulator_layout(ROWS)
     band = band_of(work, rules)
-    span = query_span(band, band.k_begin + work.tile * ROWS, rules)
+    key_first = band.k_begin + work.tile * ROWS
+    span = query_span(band, key_first, rules)
     count = span.end - span.begin
     dk = zero_slices(tiles.queries.ring)
     place = gl.to_tensor(0)
     head, members = heads_of(work, heads)
-    for _ in range(count * members):
-        exponent = gl.load(units_at(given, work, head, span, place, heads, rules) + OF_DK).to(gl.int32)
+    row_first = row_of(span, place, band, rules)
+    steps = count * members
+    walk = walk_of(mask, work, key_first // ROWS, rules)
+    if rules.HAS_MASK:
+        steps = gl.load(walk)
+        head, row_first = step_of(listed(walk, 0), work, heads, rules)
+    for i in range(steps):
+        exponent = gl.load(units_at(given, work, head, row_first, band, heads, rules) + OF_DK).to(gl.int32)
         wait_full(tiles.dout.ring, n)
         y = scores_of_parts(tiles.values, 0, tiles.dout.ring, n)
         mbarrier.wait(tiles.p_full.index(n % 2), (n // 2) & 1)
@@ -231,8 +264,12 @@ def sum_keys(tiles, work, n, given, heads, rules):
         wait_full(tiles.queries.ring, n)
         dk = add_products(parts, tiles.queries.ring, n, dk, factor)
         hand_back_multiplied(tiles.queries.ring, n)
-        head = gl.where(place + 1 == count, head + 1, head)
-        place = gl.where(place + 1 == count, 0, place + 1)
+        if rules.HAS_MASK:
+            head, row_first = step_of(listed(walk, i + 1, i + 1 < steps), work, heads, rules)
+        else:
+            head = gl.where(place + 1 == count, head + 1, head)
+            place = gl.where(place + 1 == count, 0, place + 1)
+            row_first = row_of(span, place, band, rules)
         n += 1
     return dk, n
 
@@ -245,7 +282,7 @@ def per_row(factor):
 
 @jit
 def consumer(
-    GROUP: gl.constexpr, given, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
+    GROUP: gl.constexpr, given, mask: Mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Computes dV (group 0) or dK (group 1) of each block."""
@@ -256,9 +293,9 @@ def consumer(
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(0), messages & 1)
         if GROUP == 0:
-            sums, n = sum_values(tiles, work, n, given, heads, rules)
+            sums, n = sum_values(tiles, work, n, given, mask, heads, rules)
         else:
-            sums, n = sum_keys(tiles, work, n, given, heads, rules)
+            sums, n = sum_keys(tiles, work, n, given, mask, heads, rules)
         arrive_alone(tiles.empty.index(0))  # only products have read K or V
         # Reading the message again is cheaper than keeping its words in registers through the loop.
         work = scheduler.read(tiles.box, messages, seqlen_q, seqlen_k, rules.IS_VARLEN)
@@ -312,6 +349,7 @@ def split_dkv_kernel(
     gradients: KeyGradients,
     schedule: KeySchedule,
     call_options: Options,
+    mask: Mask,
     dropout: Dropout,
     units_ptr,
     counter_ptr,
@@ -361,9 +399,9 @@ def split_dkv_kernel(
     maps = q_maps, k_maps, v_maps, dout_maps, lse_map, delta_map
     gl.warp_specialize(
         [
-            (consumer, (0, given, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (consumer, (1, given, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
-            (producer, (maps, tiles, gradients, schedule, counter_ptr, heads, rules)),
+            (consumer, (0, given, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (consumer, (1, given, mask, tiles, seqlen_q, seqlen_k, heads, rules, HEAD_DIM, HEAD_DIM_V)),
+            (producer, (maps, mask, tiles, gradients, schedule, counter_ptr, heads, rules)),
         ],
         [4, 1],
         [240, 24],

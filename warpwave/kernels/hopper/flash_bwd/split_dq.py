@@ -36,8 +36,18 @@ from warpwave.kernels.hopper.flash_bwd.split_steps import (
     store_slices,
     units_of,
 )
-from warpwave.kernels.hopper.flash_bwd.steps import gradient, places, probabilities, signed, slope_of
-from warpwave.kernels.hopper.groups import Dropout, Schedule
+from warpwave.kernels.hopper.flash_bwd.steps import (
+    gradient,
+    listed,
+    mask_lines,
+    mask_words,
+    places,
+    probabilities,
+    signed,
+    slope_of,
+    walk_of,
+)
+from warpwave.kernels.hopper.groups import Dropout, Mask, Schedule
 from warpwave.kernels.hopper.parts import (
     Ring,
     accumulator_layout,
@@ -111,8 +121,9 @@ class Place:
 
 
 @jit
-def producer(maps, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules):
-    """Draws tiles of queries, and loads Q and dO of each and the keys that they see."""
+def producer(maps, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, rules):
+    """Draws tiles of queries, and loads Q and dO of each and the keys that they see, or that the list of a mask
+    has."""
     q_maps, k_maps, v_maps, dout_maps = maps
     n = 0
     messages = 0
@@ -131,12 +142,22 @@ def producer(maps, tiles, offsets: OfQueries, schedule: Schedule, counter_ptr, r
                 key = (work.k_begin // ROWS + work.batch) * ROWS
             kv_head = work.head // schedule.group_size
             row = first_statistic(work, ROWS, rules) + work.tile * rules.BLOCK_M
-            load_tile(tiles.keys, k_maps, n, batch, kv_head, key + begin * ROWS)
+            walk = walk_of(mask, work, row_first // rules.BLOCK_M, rules)
+            key_next = key + begin * ROWS
+            if rules.HAS_MASK:
+                # A list without a visible pair has tile 0, which may lie before the parts: those rows are zeros.
+                end = begin + gl.load(walk)
+                key_next = listed(walk, 0) * ROWS - band.k_begin
+            load_tile(tiles.keys, k_maps, n, batch, kv_head, key_next)
             load_queries(q_maps, dout_maps, tiles, batch, work.head, row, messages)
             for j in range(begin, end):
-                load_tile(tiles.values, v_maps, n, batch, kv_head, key + j * ROWS)
+                load_tile(tiles.values, v_maps, n, batch, kv_head, key_next)
+                if rules.HAS_MASK:
+                    key_next = listed(walk, j + 1 - begin, j + 1 < end) * ROWS - band.k_begin
+                else:
+                    key_next = key + (j + 1) * ROWS
                 if j + 1 < end:
-                    load_tile(tiles.keys, k_maps, n + 1, batch, kv_head, key + (j + 1) * ROWS)
+                    load_tile(tiles.keys, k_maps, n + 1, batch, kv_head, key_next)
                 n += 1
             messages += 1
         t = scheduler.draw(counter_ptr, schedule.num_tiles)
@@ -161,7 +182,7 @@ def load_queries(q_maps, dout_maps, tiles, batch, head, row, messages):
 
 
 @jit
-def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
+def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, mask: Mask, rules):
     """Returns dQ before the scale of a group's queries, the factors of the keys' center to be subtracted, and the
     number of the next tile of keys."""
     layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(ROWS))
@@ -172,6 +193,11 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     begin, end = key_tiles(band, row_first, row_first + ROWS, rules)
     begin = gl.minimum(gl.maximum(begin, block_begin), block_end - 1)  # at least one tile, which may be hidden
     end = gl.minimum(gl.maximum(end, begin + 1), block_end)
+    walk = walk_of(mask, work, block_first // rules.BLOCK_M, rules)
+    if rules.HAS_MASK:  # both groups walk the keys that the block sees
+        begin = block_begin
+        end = begin + gl.load(walk)
+        block_end = end
     batch = work.batch
     if rules.IS_VARLEN:
         batch = 0
@@ -194,21 +220,26 @@ def sum_queries(GROUP: gl.constexpr, tiles, work, n, place, rules):
     of_slope = total
     p_distance = total
     n = skip(tiles.keys, tiles.values, n, begin - block_begin)
+    lines = mask_lines(mask, work, row_first, work.seqlen_q, ROWS, rules)
     for j in range(begin, end):
         key_first = band.k_begin + j * ROWS
+        if rules.HAS_MASK:
+            key_first = listed(walk, j - begin) * ROWS
+        words = mask_words(mask, lines, work.head, key_first, ROWS, rules)
         wait_full(tiles.keys, n)
         x = scores_of_parts(tiles.queries, GROUP, tiles.keys, n)
-        p, _ = probabilities(x, lse, band, row_first, key_first, slope, none, none, False, False, of_tile)
+        p, _ = probabilities(x, lse, band, row_first, key_first, slope, words, none, False, False, of_tile)
         wait_full(tiles.values, n)
         y = scores_of_parts(tiles.dout, GROUP, tiles.values, n)
         hand_back_multiplied(tiles.values, n)
         ds = gradient(signed(p, row_first, key_first, False, rules_of_head), y, delta, rules_of_head)
-        if is_cut(row_first, key_first, band, rules):
-            # Applied here and not to P: dP of hidden pairs may be NaN.
-            shown = visible(ds, band, row_first, key_first, False, rules)
-            ds = gl.where(shown, ds, 0.0)
-            if place.WRITE_DSLOPES:
-                p = gl.where(shown, p, 0.0)
+        if not rules.HAS_MASK:  # the words also hide what position hides  # noqa: SIM102
+            if is_cut(row_first, key_first, band, rules):
+                # Applied here and not to P: dP of hidden pairs may be NaN.
+                shown = visible(ds, band, row_first, key_first, False, rules)
+                ds = gl.where(shown, ds, 0.0)
+                if place.WRITE_DSLOPES:
+                    p = gl.where(shown, p, 0.0)
         total = total + partial_sums(ds, ROWS)
         if place.WRITE_DSLOPES:
             rows, keys = places(ds, row_first, key_first, False)
@@ -257,7 +288,7 @@ def row_width(pieces):
 
 
 @jit
-def consumer(GROUP: gl.constexpr, place, tiles, schedule: Schedule, rules, HEAD_DIM: gl.constexpr):
+def consumer(GROUP: gl.constexpr, place, mask: Mask, tiles, schedule: Schedule, rules, HEAD_DIM: gl.constexpr):
     """Computes dQ of the GROUP-th 64 queries of each block."""
     n = 0  # tiles of keys processed so far
     messages = 0
@@ -265,7 +296,7 @@ def consumer(GROUP: gl.constexpr, place, tiles, schedule: Schedule, rules, HEAD_
     work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
     while work.tile != scheduler.NO_MORE:
         mbarrier.wait(tiles.full.index(GROUP), messages & 1)
-        dq, excess, n = sum_queries(GROUP, tiles, work, n, place, rules)
+        dq, excess, n = sum_queries(GROUP, tiles, work, n, place, mask, rules)
         arrive_alone(tiles.empty.index(GROUP))  # only products have read Q or dO
         # Reading the message again is cheaper than keeping its words in registers through the loop.
         work = scheduler.read(tiles.box, messages, schedule.seqlen_q, schedule.seqlen_k, rules.IS_VARLEN)
@@ -308,6 +339,7 @@ def split_dq_kernel(
     of_queries: OfQueries,
     schedule: Schedule,
     call_options: Options,
+    mask: Mask,
     of_parts: OfParts,
     dropout: Dropout,
     counter_ptr,
@@ -350,9 +382,9 @@ def split_dq_kernel(
     maps = q_maps, k_maps, v_maps, dout_maps
     gl.warp_specialize(
         [
-            (consumer, (0, place, tiles, schedule, rules, HEAD_DIM)),
-            (consumer, (1, place, tiles, schedule, rules, HEAD_DIM)),
-            (producer, (maps, tiles, of_queries, schedule, counter_ptr, rules)),
+            (consumer, (0, place, mask, tiles, schedule, rules, HEAD_DIM)),
+            (consumer, (1, place, mask, tiles, schedule, rules, HEAD_DIM)),
+            (producer, (maps, mask, tiles, of_queries, schedule, counter_ptr, rules)),
         ],
         [4, 1],
         [240, 24],

@@ -70,15 +70,16 @@ def steps(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Config)
 def _maxima(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
     maxima = tensors.workspace.maxima
     assert maxima is not None
-    of = scale_ahead.specify_maxima(problem, gpu, tensors.operands, maxima, widths(problem))
-    return Step(of, lambda t: (*t.operands[1:3], *t.offsets, t.workspace.maxima))
+    seen = tensors.workspace.hidden.seen_keys
+    of = scale_ahead.specify_maxima(problem, gpu, tensors.operands, maxima, widths(problem), seen)
+    return Step(of, lambda t: (*t.operands[1:3], *t.offsets, t.workspace.hidden.seen_keys, t.workspace.maxima))
 
 
 def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
     def given(t: Tensors) -> tuple[Any, ...]:
         work = t.workspace
         parts = work.q_parts, work.k_parts, work.v_parts, work.dout_parts
-        read = *t.operands[:3], t.dout, t.out, t.lse, t.dlse, *t.offsets, work.maxima
+        read = *t.operands[:3], t.dout, t.out, t.lse, t.dlse, *t.offsets, work.hidden.seen_keys, work.maxima
         return *read, *parts, work.lse_log2, work.delta, work.sums, work.units, work.centers
 
     strides, unit = operand_strides((*tensors.operands[:3], tensors.dout, tensors.out))
@@ -93,6 +94,7 @@ def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
             *strides,
             *arguments.lse_strides(problem),
             *arguments.lengths(problem),
+            *scale_ahead.seen_scalars(problem, tensors.workspace.hidden.seen_keys),
             *[problem.batch, problem.num_heads_q, problem.num_heads_kv],
             *[tiles_q, tiles_k, scale_ahead.num_tiles(problem)[1]],
         ],
@@ -138,7 +140,9 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         return *_sources(t), t.workspace.lse_log2, t.workspace.delta
 
     def beside(t: Tensors) -> tuple[Any, ...]:
-        return *t.of_keys, t.operands.alibi_slopes, *t.offsets, t.operands.dropout_seed, t.workspace.units
+        hidden = t.workspace.hidden
+        of_mask = hidden.words_transposed, hidden.walks_transposed
+        return *t.of_keys, t.operands.alibi_slopes, *t.offsets, *of_mask, t.operands.dropout_seed, t.workspace.units
 
     sources = mapped(tensors)
     of_rows = [launches.statistic_plan(source, sources[source], GROUP_ROWS) for source in (4, 5)]
@@ -149,6 +153,7 @@ def _of_keys(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: Conf
         tensors=(*launches.mapped(plans, sources), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_keys(problem, tensors, config, _row_bytes(problem)),
+            *launches.of_mask(problem, tensors, transposed=True),
             *dropout.scalars(problem.dropout_p),
         ],
         constants={
@@ -169,7 +174,8 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
     def beside(t: Tensors) -> tuple[Any, ...]:
         work = t.workspace
         of_rows = (work.lse_log2, work.delta, work.sums, t.dq, t.operands.alibi_slopes, t.of_slopes)
-        return *of_rows, *t.offsets, work.units, work.centers, t.operands.dropout_seed
+        of_mask = work.hidden.words, work.hidden.walks
+        return *of_rows, *t.offsets, *of_mask, work.units, work.centers, t.operands.dropout_seed
 
     plans, block_m = _plans(_sources(tensors)), 2 * GROUP_ROWS
     tiles = launches.query_tiles(problem, block_m) * launches.heads_of(problem)
@@ -181,6 +187,7 @@ def _of_queries(problem: AttentionProblem, gpu: Gpu, tensors: Tensors, config: C
         tensors=(*launches.mapped(plans, _sources(tensors)), *beside(tensors), host.counter(tensors.out)),
         scalars=[
             *launches.of_queries(problem, tensors, _row_bytes(problem), block_m, statistic_rows),
+            *launches.of_mask(problem, tensors, transposed=False),
             *dropout.scalars(problem.dropout_p),
         ],
         constants={

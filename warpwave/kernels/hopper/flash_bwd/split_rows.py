@@ -5,8 +5,8 @@ one scale, and Q and dO one for every 64 rows. The main launches walk tiles of 6
 of their own (split_steps.py), so a tile's scale is undone where its product is added.
 
 Parts lie in whole tiles, as statistics do (rows.py): tile t of a sequence begins at its first query that sees a key, or
-its first key that is seen, plus 64 t. Rows behind the last one, and queries that see nothing, are zeros. A tile thus
-never holds another sequence's rows, or a NaN that must have no effect.
+its first key that is seen, plus 64 t. Rows behind the last one, queries that see nothing, and keys that a mask hides from
+all queries are zeros. A tile thus never holds another sequence's rows, or a NaN that must have no effect.
 
 delta is in units of the tile of dO and of V: the main launches subtract it from a product of parts. `sums` is what dS
 of a row adds up to, in the same units: what arrives at the log-sum-exp. `centers` is the mean of the first tile of K of
@@ -22,9 +22,12 @@ from warpwave.kernels.hopper.flash_bwd.rows import place_of
 from warpwave.kernels.prepass.in_use import item_of_slot, rows_in_use
 from warpwave.kernels.prepass.scale_ahead import (
     MOST_SCALED,
+    KeysSeen,
     exponent_for,
     half_part,
+    keys_shown,
     largest_of,
+    load_keys,
     load_rows,
     power_of_two,
 )
@@ -80,8 +83,8 @@ def _store_parts(
 
 @jit
 def _split_keys(
-    pid, tensor: InUnits, parts_ptr, centers_ptr, maxima_ptr, sequences: Sequences, window: Window, heads, tiles, batch,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    pid, tensor: InUnits, seen: KeysSeen, parts_ptr, centers_ptr, maxima_ptr, sequences: Sequences, window: Window,
+    heads, tiles, batch, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of K or of V in parts, and the mean of the first tile of a head. `tiles`: of one head, of all
@@ -93,8 +96,9 @@ def _split_keys(
         tile = slot - first_slot
     begin, low_row, high_row = rows_in_use(item, sequences, window, True)
     first = low_row // ALIGN * ALIGN + tile * ROWS
-    if (tile >= 0) & (first < high_row):
-        x = load_rows(tensor, item, head, begin, first, low_row, high_row, UNIT, HEAD_DIM, ROWS, BLOCK_D)
+    # The list of a mask has whole tiles of ALIGN keys.
+    if (tile >= 0) & (first < tl.cdiv(high_row, ALIGN) * ALIGN):
+        x = load_keys(tensor, seen, item, head, begin, first, low_row, high_row, UNIT, HEAD_DIM, ROWS, BLOCK_D)
         exponent = _exponent_of_head(
             maxima_ptr, item, head, begin, low_row, high_row, heads, tiles, sequences.IS_VARLEN
         )
@@ -102,7 +106,9 @@ def _split_keys(
         _store_parts(x, parts_ptr, batch_head, slot, tiles, WIDTH, BLOCK_D, IS_NVIDIA)
         if centers_ptr is not None:  # noqa: SIM102 (known when compiled, and the other is not)
             if tile == 0:
-                count = tl.minimum(high_row - low_row, first + ROWS - low_row)
+                rows = first + tl.arange(0, ROWS)
+                shown = keys_shown(seen, item, head, rows, (rows >= low_row) & (rows < high_row))
+                count = tl.maximum(tl.sum(shown.to(tl.int32), 0), 1)
                 center = tl.sum(tl.where(tl.abs(x) < float("inf"), x, 0.0), 0) / count * power_of_two(-exponent)
                 dims = tl.arange(0, BLOCK_D)
                 tl.store(centers_ptr + (item * heads + head).to(tl.int64) * WIDTH + dims, center, mask=dims < WIDTH)
@@ -119,6 +125,7 @@ def split_rows_kernel(
     dlse_ptr,
     sequences: Sequences,
     window: Window,
+    seen: KeysSeen,
     maxima_ptr,
     q_parts_ptr,
     k_parts_ptr,
@@ -158,12 +165,12 @@ def split_rows_kernel(
     pid = tl.program_id(0)
     if pid < of_keys:
         _split_keys(
-            pid, k_tensor, k_parts_ptr, centers_ptr, maxima_ptr, sequences, window, num_heads_kv, tiles_k, batch,
+            pid, k_tensor, seen, k_parts_ptr, centers_ptr, maxima_ptr, sequences, window, num_heads_kv, tiles_k, batch,
             UNIT, HEAD_DIM, WIDTH, BLOCK_D, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     elif pid < 2 * of_keys:
         _split_keys(
-            pid - of_keys, v_tensor, v_parts_ptr, None, maxima_ptr + tiles_of_maxima, sequences, window,
+            pid - of_keys, v_tensor, seen, v_parts_ptr, None, maxima_ptr + tiles_of_maxima, sequences, window,
             num_heads_kv, tiles_k, batch, UNIT, HEAD_DIM_V, WIDTH_V, BLOCK_DV, ALIGN, IS_NVIDIA,
         )  # fmt: skip
     else:

@@ -25,7 +25,7 @@ class _Facts(NamedTuple):
         bias_bytes: of a score.
         heads: that share a tile.
         is_unmasked: whether values are in 16 bits and the call has no mask or bias.
-        is_masked: whether values are in 16 bits and it has a mask or a bias in 16 bits.
+        is_masked: whether it has a mask or a bias in 16 bits.
         is_plain: whether the call is also dense.
         is_bare: whether scores also need no more work than a causal mask.
         is_causal: whether position hides keys by a causal mask alone, operands are in 16 bits, and there is no mask or
@@ -46,7 +46,8 @@ class _Facts(NamedTuple):
 
 @by_kind
 def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
-    is_unmasked = problem.dtype != "float32" and problem.mask_shape is problem.bias_shape is None
+    has_none = problem.mask_shape is problem.bias_shape is None
+    is_unmasked = problem.dtype != "float32" and has_none
     is_plain = is_unmasked and not problem.packed
     has_no_window = problem.window_size == (-1, -1)
     is_bare = problem.alibi_shape is None and problem.softcap == 0.0 and has_no_window and is_plain
@@ -57,7 +58,7 @@ def _facts(problem: AttentionProblem, gpu: Gpu) -> _Facts:
         bias_bytes=bias_bytes(problem),
         heads=heads_of_tile(problem),
         is_unmasked=is_unmasked,
-        is_masked=problem.dtype != "float32" and not is_unmasked and bias_bytes(problem) <= 2,
+        is_masked=not has_none and bias_bytes(problem) <= 2,
         is_plain=is_plain,
         is_bare=is_bare,
         is_causal=is_unmasked and has_no_window and problem.causal is not None and not problem.is_quantized,

@@ -115,6 +115,7 @@ MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 DROPOUT = "2026-11-30-h200-dropout.json"
 NARROW_FORWARD = "2026-11-30-h200-narrow-forward.json"
 SPLIT_TILES = "2026-12-01-h200-split-tiles.json"
+FLOAT32_MASKS = "2026-12-01-h200-float32-masks.json"
 SPLITS_OF_8_BITS = "2026-12-01-h200-packed-and-8-bit.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
@@ -140,6 +141,14 @@ RULES: tuple[Rule[Config], ...] = (
         "1.44 and 1.65 times as fast as 128 queries, a bias and a mask, 64 x 64 of 16 heads at head_dim 128; with 256 "
         "queries 0.91 and 0.98",
         SHORT_SEQUENCES,
+    ),
+    Rule(
+        "float32, a mask, head_dim 65 to 128, at most 2,048 keys",
+        lambda c: c.problem.dtype == "float32" and c.is_masked and 64 < c.width <= 128 and c.problem.seqlen_k <= 2048,
+        (Config(64, 64, 2, 2),),
+        "1.03 to 1.12 times as fast as 128 x 128 in five calls of 512 to 2,048 keys at head_dim 96 and 128, 0.94 at "
+        "4,096 and 80",
+        FLOAT32_MASKS,
     ),
     Rule(
         "a 16-bit bias for each score, head_dim up to 64",
@@ -434,6 +443,16 @@ RULES: tuple[Rule[Config], ...] = (
 # float32 in two or three parts: 64 keys a step and two warpgroups if shared memory allows. 32 keys a step take 1.2
 # times as long per key, because every product then reads more of Q than of K. A second stage gains nothing.
 RULES_OF_PARTS: tuple[Rule[Config], ...] = (
+    Rule(
+        "two parts, a mask, head_dim up to 128, up to 64 at most 1,024 keys",
+        lambda c: (
+            c.parts == 2 and c.is_masked and (64 < c.width <= 128 or (c.width <= 64 and c.problem.seqlen_k <= 1024))
+        ),
+        (Config(64, 64, 1, 2),),
+        "up to 64 1.05 to 1.09 times as fast as 128 x 128 in eight calls of 128 to 1,024 keys, 0.92 at 2,048 and "
+        "4,096; above, 1.02 to 1.11 times as fast as 128 x 64 in six calls of 512 to 4,096",
+        FLOAT32_MASKS,
+    ),
     Rule(
         "three parts, head_dim up to 64, blocks of 128 queries do not balance over the SMs, or a causal mask or window "
         "and at most 2,048 keys",

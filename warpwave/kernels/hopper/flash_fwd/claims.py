@@ -66,8 +66,8 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
                 f"{name} is {size}; it must be a multiple of {multiple}, because TMA copies multiples of 16 bytes"
             )
     for name, shape in (("boolean mask", problem.mask_shape), ("bias", problem.bias_shape)):
-        if shape is not None and problem.dtype == "float32":
-            found.append(f"it takes a {name} only in 16-bit types")
+        if name == "bias" and shape is not None and problem.dtype == "float32":
+            found.append("it takes a bias only in 16-bit types")
         elif shape is not None and max(problem.head_dim, problem.head_dim_v) > 256:
             found.append(f"it takes a {name} only up to head_dim 256: above, registers do not suffice")
     if problem.bias_shape is not None and problem.descale_blocks is not None and problem.descale_blocks[2]:
@@ -191,8 +191,15 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         k_bytes = line_bytes(size_k * problem.head_dim) + line_bytes(size_v * problem.head_dim_v)
     reads = of_heads * q_bytes * config.num_splits + visited * config.block_n * k_bytes
     if problem.mask_shape is not None:  # a preceding launch packs the mask into bits
-        split_reads, workspace, launches = math.prod(problem.mask_shape), 4 * mask_bits.packed(problem).size, 2
+        split_reads += math.prod(problem.mask_shape)
+        workspace += 4 * mask_bits.packed(problem).size
+        launches += 1
         reads += scores // 8
+        if problem.dtype == "float32" and precision.arithmetic(problem, gpu, ABLE) in scale_ahead.PARTS:
+            # Another flags the keys that it shows.
+            split_reads += 4 * mask_bits.packed(problem).size
+            workspace += math.prod(mask_bits.keys_seen_shape(problem))
+            launches += 1
     if has_bias_cells(problem):
         reads += scores * DTYPE_BYTES[problem.bias_dtype or problem.dtype]
     if widens_values(problem):

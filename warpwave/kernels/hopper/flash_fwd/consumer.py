@@ -16,6 +16,7 @@ from warpwave.kernels.hopper.factors import (
     rules_of_queries,
     rules_of_tile,
 )
+from warpwave.kernels.hopper.flash_fwd.float32_tiles import masked_split_tiles, split_tiles
 from warpwave.kernels.hopper.flash_fwd.mask_bias import (
     aligned,
     has_bias_tiles,
@@ -75,7 +76,6 @@ from warpwave.kernels.hopper.split_float32 import (
     is_float32,
     is_scaled,
     scaled_rules,
-    split_tiles,
     store_float32,
     wait_for_launch_before,
 )
@@ -347,6 +347,15 @@ class Consumer:
 
 
 @jit
+def store(out, role, out_ptr, work, row_first, num_heads, GROUP: gl.constexpr):
+    """Stores 64 rows of out."""
+    if is_float32(role.rules):
+        store_float32(out, role.v_ring, out_ptr, work, row_first, num_heads, role.rules)
+    elif row_first < work.seqlen_q:
+        store_out(out, role.out_maps, role.out_tiles, out_ptr, work, row_first, num_heads, GROUP, role.rules)
+
+
+@jit
 def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule, splits: Splits):
     """Computes attention for the GROUP-th 64 rows of each block that the producer announces."""
     q_tiles = role.q_tiles
@@ -404,9 +413,14 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule, sp
             rules_of_head = with_fields(rules_of_head, scale=in_range(rules_of_head.scale * power))
 
         if rules.PARTS > 1:
-            n, m_i, lead, l_i, acc = split_tiles(
-                q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules_of_head
-            )
+            if is_masked(beside):
+                n, m_i, lead, l_i, acc = masked_split_tiles(
+                    q_tiles, GROUP, k_ring, v_ring, n, begin, end, work, place, keys, rules_of_head
+                )
+            else:
+                n, m_i, lead, l_i, acc = split_tiles(
+                    q_tiles, GROUP, k_ring, v_ring, n, begin, whole_begin, whole_end, end, place, keys, rules_of_head
+                )
             mbarrier.arrive(q_empty.index(GROUP), count=1)
         elif too_wide_to_overlap(v_ring.pieces):
             n, m_i, lead, l_i, acc = serial_tiles(
@@ -456,28 +470,14 @@ def consumer(GROUP: gl.constexpr, role, queries: Queries, schedule: Schedule, sp
             store_lse(m_i, l_row, queries.lse_ptr, queries.stride_lb, queries.stride_lh, work, row_first, rules)
         if splits.COLUMNS > 0:
             store_partial(out, m_i, l_row, v_ring, work, split, row_first, schedule.num_heads, splits, rules)
-        elif is_float32(rules):
-            store_float32(out, v_ring, queries.out_ptr, work, row_first, schedule.num_heads, rules)
         elif is_added(beside):
             wanted = level_wanted(out, saw_nothing, far, scheduler.careful_level(box, messages), beside)
-            if (row_first < work.seqlen_q) & (wanted == 0):
-                store_out(
-                    out,
-                    role.out_maps,
-                    role.out_tiles,
-                    queries.out_ptr,
-                    work,
-                    row_first,
-                    schedule.num_heads,
-                    GROUP,
-                    rules,
-                )
-            if wanted != 0:
+            if wanted == 0:
+                store(out, role, queries.out_ptr, work, row_first, schedule.num_heads, GROUP)
+            else:
                 scheduler.request_repeat(box, messages, wanted)
-        elif row_first < work.seqlen_q:
-            store_out(
-                out, role.out_maps, role.out_tiles, queries.out_ptr, work, row_first, schedule.num_heads, GROUP, rules
-            )
+        else:
+            store(out, role, queries.out_ptr, work, row_first, schedule.num_heads, GROUP)
         if not rules.OWN_OUT:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(GROUP), count=1)

@@ -280,38 +280,52 @@ def _bind_split(
     """Binds float32: q, k and v are split into a workspace, whatever their strides, and tensor maps describe the
     workspace. Each stream and each graph has its own (runtime/scratch.py)."""
     out, lse = allocate(out)
-    ahead, attend, parts, plans = _specify_parts(problem, gpu, operands, out, lse, config)
-    *before, make_parts = [launch.bind(spec) for spec in ahead]
-    launch_kernel = tensor_maps.bind(attend, plans, (*parts, out))
+    specified = _specify_parts(problem, gpu, operands, out, lse, config)
+    parts = specified.parts
+    pack, flag, find_maxima, make_parts = [spec and launch.bind(spec) for spec in specified[:4]]
+    launch_kernel = tensor_maps.bind(specified.attend, specified.plans, (*parts, out))
     needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
+    many_inverses, many_maxima = scale_ahead.workspace_floats(problem)
+    if pack is not None:
+        needs.append(((mask_bits.packed(problem).size,), torch.int32))
+    if flag is not None:
+        needs.append((mask_bits.keys_seen_shape(problem), torch.int8))
+    if find_maxima is not None:
+        needs.append(((many_maxima,), torch.float32))
+    is_scaled = parts[0].dtype == torch.float16
+    if is_scaled:
+        needs.append(((many_inverses,), torch.float32))
 
-    def run_split(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *_ = operands
-        out, lse = allocate(out)
-        q_parts, k_parts, v_parts = workspace()
-        make_parts(q, k, v, q_parts, k_parts, v_parts)
-        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k)
-        return out, lse
-
-    def run_scaled(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
-        q, k, v, _, _, slopes, sinks, offsets_q, offsets_k, *_ = operands
-        out, lse = allocate(out)
-        q_parts, k_parts, v_parts, inverses, maxima = workspace()
-        for find_maxima in before:
-            find_maxima(k, v, offsets_q, offsets_k, maxima)
-        make_parts(q, k, v, offsets_q, offsets_k, q_parts, k_parts, v_parts, inverses, maxima)
-        launch_kernel(
-            q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, None, None, inverses
+    def named(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+        """Returns parts, words, flags of keys, inverses, and maxima."""
+        given = iter(tensors[3:])
+        words, seen, maxima, inverses = (
+            next(given) if there else None for there in (pack, flag, find_maxima, is_scaled)
         )
+        # If no launch finds maxima, none reads them, but a pointer to them must not be absent.
+        return *tensors[:3], words, seen, inverses, inverses if maxima is None else maxima
+
+    workspace = scratch.memory(needs, out.device, named)
+
+    def run(operands: AnyOperands, out: torch.Tensor | None = None) -> arguments.Results:
+        q, k, v, mask, _, slopes, sinks, offsets_q, offsets_k, *_ = operands
+        out, lse = allocate(out)
+        q_parts, k_parts, v_parts, words, seen, inverses, maxima = workspace()
+        if pack is not None:
+            pack(mask, words)
+        if flag is not None:
+            flag(words, seen)
+        if find_maxima is not None:
+            find_maxima(k, v, offsets_q, offsets_k, seen, maxima)
+        if is_scaled:
+            make_parts(q, k, v, offsets_q, offsets_k, seen, q_parts, k_parts, v_parts, inverses, maxima)
+        else:
+            make_parts(q, k, v, q_parts, k_parts, v_parts)
+        others = (words, None, inverses)
+        launch_kernel(q_parts, k_parts, v_parts, out, out, lse, slopes, sinks, offsets_q, offsets_k, *others)
         return out, lse
 
-    if parts[0].dtype == torch.bfloat16:
-        workspace = scratch.memory(needs, out.device)
-        return arguments.behind(straight, run_split)
-    needs += [((many,), torch.float32) for many in scale_ahead.workspace_floats(problem) if many]
-    # If no launch finds maxima no kernel reads them, but a pointer to them must not be absent: the inverses' is passed.
-    workspace = scratch.memory(needs, out.device, lambda tensors: (*tensors[:4], tensors[-1]))
-    return arguments.behind(straight, run_scaled)
+    return arguments.behind(straight, run)
 
 
 def _plans(
@@ -365,8 +379,8 @@ def specify(
     precede it, returns a tuple that ends with it: they make parts of float32, pack a mask or widen a v of 8 bits. If
     keys are split, returns it and the launch that merges partial results."""
     if problem.dtype == "float32":
-        ahead, attend, _, _ = _specify_parts(problem, gpu, operands, out, lse, config)
-        return (*ahead, attend)
+        specified = _specify_parts(problem, gpu, operands, out, lse, config)
+        return (*specified.before, specified.attend)
     if isinstance(operands, CachedOperands) and not problem.packed:
         problem, operands = _flat(problem, operands)
         out = out.flatten(0, 1)
@@ -435,6 +449,31 @@ def _refuse_splits(problem: AttentionProblem, config: Config) -> None:
         )
 
 
+class _OfParts(NamedTuple):
+    """The launches of a float32 call, and what is between them.
+
+    Attributes:
+        pack, flag: pack a boolean mask, and flag the keys that it shows, for scales; None without one.
+        maxima: finds the largest magnitudes of K and V; None if the next launch does so itself.
+        split: makes parts of q, k and v.
+        attend: the attention launch.
+        parts, plans: of q, k and v, and their tensor maps.
+    """
+
+    pack: launch.Launch | None
+    flag: launch.Launch | None
+    maxima: launch.Launch | None
+    split: launch.Launch
+    attend: launch.Launch
+    parts: tuple[torch.Tensor, ...]
+    plans: list[tensor_maps.MapPlan | None]
+
+    @property
+    def before(self) -> list[launch.Launch]:
+        """The launches before the attention launch, in order."""
+        return [spec for spec in self[:4] if spec is not None]
+
+
 def _specify_parts(
     problem: AttentionProblem,
     gpu: Gpu,
@@ -442,25 +481,31 @@ def _specify_parts(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: Config,
-) -> tuple[list[launch.Launch], launch.Launch, tuple[torch.Tensor, ...], list[tensor_maps.MapPlan | None]]:
-    """Returns the launches that make parts of q, k and v, the attention launch, the parts between them, and their
-    maps."""
+) -> _OfParts:
+    """Returns the launches of a float32 call."""
     _refuse_heads(problem, config)
     _refuse_splits(problem, config)
     widths = [sum(found) for found in row_pieces(problem, config)]
-    arithmetic, count, inverses = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu), None
+    arithmetic, count = precision.arithmetic(problem, gpu, ABLE), num_parts(problem, gpu)
     if count == 1:
         _refuse_one_stage(problem, config)
+    pack = flag = maxima = words = seen = inverses = None
+    if operands.mask is not None:
+        words = torch.empty(mask_bits.packed(problem).size, dtype=torch.int32, device=out.device)
+        pack = mask_bits.specify(problem, operands.mask, words)
     if arithmetic in scale_ahead.PARTS:
+        if words is not None:
+            seen = torch.empty(mask_bits.keys_seen_shape(problem), dtype=torch.int8, device=out.device)
+            flag = mask_bits.specify_keys_seen(problem, words, seen)
         shapes = split_ahead.part_shapes(problem, count, *widths)
-        scaling = scale_ahead.specify(problem, gpu, operands, arithmetic, shapes)
-        ahead, parts, inverses = list(scaling.launches), scaling.parts, scaling.inverses
+        scaling = scale_ahead.specify(problem, gpu, operands, arithmetic, shapes, seen)
+        (*before, split), parts, inverses = scaling.launches, scaling.parts, scaling.inverses
+        maxima = before[0] if before else None
     else:
         split, parts = split_ahead.specify_all(problem, gpu, operands, arithmetic, *widths)
-        ahead = [split]
     plans = _plans_of_parts(problem, config, parts)
-    attend = _specify(problem, gpu, operands, (*parts, out), plans, lse, config, count, inverses)
-    return ahead, attend, parts, plans
+    attend = _specify(problem, gpu, operands, (*parts, out), plans, lse, config, count, inverses, words)
+    return _OfParts(pack, flag, maxima, split, attend, parts, plans)
 
 
 def _specify(

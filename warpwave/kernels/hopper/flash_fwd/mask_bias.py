@@ -243,7 +243,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
         scores = without_offset(scores)
         layout: gl.constexpr = scores.type.layout
         scale = rules.scale
-        words, bias = ahead
+        _, bias = ahead
         key_first = keys.begin + tile * rules.BLOCK_N
         rows = place.row_first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         columns = gl.arange(0, rules.BLOCK_N, gl.SliceLayout(0, layout))
@@ -290,11 +290,19 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
                 first = rows + (keys.low - key_first)
                 visible = visible & (columns[None, :] >= first[:, None])
             scores = gl.where(visible, scores, float("-inf"))
-        if beside.HAS_MASK:
-            if rules.BLOCK_N < TILE_KEYS:
-                words = words >> (key_first % TILE_KEYS // 4)
-            scores = hide_words(scores, words, rules.BLOCK_N)
+        scores = hidden_by_mask(scores, ahead, tile, place, keys, rules)
         return with_values(scores, scale, rules, AT_EDGE)
+
+
+@jit
+def hidden_by_mask(scores, ahead, tile, place, keys, rules):
+    """Sets the scores of a tile to minus infinity where a mask hides them. `ahead` is the result of `read_ahead`."""
+    if is_masked(place):
+        words = ahead[0]
+        if rules.BLOCK_N < TILE_KEYS:
+            words = words >> ((keys.begin + tile * rules.BLOCK_N) % TILE_KEYS // 4)
+        scores = hide_words(scores, words, rules.BLOCK_N)
+    return scores
 
 
 @jit
@@ -426,7 +434,8 @@ def without_unseen(v_ring, n, tile, place, keys, rules):
             seen = keys_seen(tile, place, place.beside, keys, rules)
             wait_full(v_ring, n)
             for i in gl.static_range(len(v_ring.pieces)):
-                keep_rows(matrix(v_ring.pieces[i].index(n % v_ring.stages)), seen)
+                for part in gl.static_range(v_ring.parts):
+                    keep_rows(matrix(v_ring.pieces[i].index(n % v_ring.stages * v_ring.parts + part)), seen)
             fence_async_shared()
 
 

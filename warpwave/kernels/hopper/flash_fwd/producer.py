@@ -221,10 +221,14 @@ def load_masked_block(role, work, kv_head, n, messages, bits):
     tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
     while tile >= begin:
         before = keys.begin + tile * rules.BLOCK_N
-        load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
-        factors = read_factors(rules, work, work.batch, kv_head, before)
-        load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
-        store_factors(rules, role.k_ring, n + 1, factors)
+        if rules.PARTS == 1:
+            load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
+            factors = read_factors(rules, work, work.batch, kv_head, before)
+            load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
+            store_factors(rules, role.k_ring, n + 1, factors)
+        else:  # in the order of use
+            load_tile(role.v_ring, role.v_maps, n, work.batch, kv_head, key)
+            load_keys(role.k_ring, role.k_maps, n + 1, work, work.batch, kv_head, before, beside, rules)
         key = before
         n += 1
         tile, word, bits = shown_before(tile, word, bits, begin, work, keys, beside, rules, 1)
