@@ -65,6 +65,9 @@ def on_cpu(
         inverses = attend.tensors[13 + 8]  # after the maps, out, lse, slopes, sinks, offsets, words and bias
         for written in (*specified.parts, *([] if inverses is None else [inverses])):
             written.fill_(torch.nan)
+        if flash_fwd.num_parts(problem, H200) == 2:  # a second part alone may hold NaN
+            for part in specified.parts:
+                part[:, ::2] = 7.0
     else:
         specified = flash_fwd.specify(problem, H200, operands, out, lse, config)
         *ahead, attend = (specified,) if isinstance(specified, launch.Launch) else specified

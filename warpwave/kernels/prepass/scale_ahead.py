@@ -24,6 +24,7 @@ from warpwave.kernels import arguments
 from warpwave.kernels.arguments import padded
 from warpwave.kernels.groups import InUnits, Sequences, Window
 from warpwave.kernels.prepass.in_use import item_of_slot, rows_in_use
+from warpwave.kernels.prepass.mask_bits import TILE_KEYS
 from warpwave.kernels.prepass.split_ahead import operand_strides
 from warpwave.kernels.primitives import IN_INTERPRETER
 from warpwave.operands import AnyOperands
@@ -38,6 +39,7 @@ LARGEST_EXPONENT = tl.constexpr(14)  # of a scaled magnitude: 2^15 and the round
 # (hopper/split_float32.py).
 MOST_SCALED = tl.constexpr(115)
 BLOCK_ROWS = tl.constexpr(64)  # rows of a tile; for Q, those of a consumer of the forward, which have one scale
+ALIGNED_KEYS = tl.constexpr(TILE_KEYS)
 UNSPECIALIZED = ["batch", "num_heads_q", "num_heads_kv", "tiles_q", "tiles_k"]
 
 
@@ -178,10 +180,16 @@ def _scale_tile(
 ):  # fmt: skip
     """Writes one tile in parts: rows of ROW elements, zero past WIDTH, the parts of a head adjacent. A tile of Q has
     its own scale and writes its inverse; the inverse of a head of K or V is written by the tile with the first row in
-    use. Rows not in use are not written."""
+    use. Rows not in use are not written, except that under a mask the forward's first tile of keys begins at a multiple
+    of ALIGNED_KEYS: zeros precede the first key in use. A second part that is not finite beside a finite first one would
+    make the output wrong and finite, which no block notices (hopper/split_float32.number)."""
     item, head, first, number, step = _place(tile, sequences, heads, batch, IS_KEYS, BLOCK_ROWS)
     begin, low_row, high_row = rows_in_use(item, sequences, window, IS_KEYS)
-    if (first < high_row) & (first + BLOCK_ROWS > low_row):
+    first_written = low_row
+    if IS_KEYS:  # noqa: SIM102 (both are known when compiled)
+        if seen.ptr is not None:
+            first_written = low_row // ALIGNED_KEYS * ALIGNED_KEYS
+    if (first < high_row) & (first + BLOCK_ROWS > first_written):
         if IS_KEYS:
             x = load_keys(tensor, seen, item, head, begin, first, low_row, high_row, UNIT, WIDTH, BLOCK_ROWS, BLOCK_D)
         else:
@@ -215,7 +223,7 @@ def _scale_tile(
         else:
             batch_head += item.to(tl.int64) * heads
             rows_of_head = sequences.seqlen_k if IS_KEYS else sequences.seqlen_q
-        inside = ((rows >= low_row) & (rows < high_row))[:, None] & (dims < ROW)[None, :]
+        inside = ((rows >= first_written) & (rows < high_row))[:, None] & (dims < ROW)[None, :]
         for i in tl.static_range(PARTS):
             part, x = half_part(x, IS_NVIDIA)
             row = (batch_head * PARTS + i) * rows_of_head + begin + rows
