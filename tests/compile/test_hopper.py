@@ -61,11 +61,15 @@ FULL = [(d, feature) for d in (64, 96, 112, 128, 192, 256) for feature in FEATUR
 OTHER_SPILLS = 128
 LOOP_SPILLS = {"fp16x3 256 packed": 64}  # accesses in a loop where they are many: 57 with 3.7
 WAYS = ("fp16x1", "fp16x3", "bf16x6")
-SAMPLE_OF_PARTS = [("fp16x3", 64, "causal"), ("fp16x3", 256, "plain"), ("fp16x1", 64, "plain")]
-# Without masks and biases, which the kernel refuses in float32 and above head_dim 256.
+SAMPLE_OF_PARTS = [
+    *(("fp16x3", 64, "causal"), ("fp16x3", 256, "plain"), ("fp16x1", 64, "plain")),
+    *(("fp16x3", 64, "mask"), ("fp16x3", 128, "mask")),
+]
+# Without masks and biases, which the kernel refuses above head_dim 256, and biases in float32, too.
 FEATURES_OF_OTHERS = FEATURES[:5]
+FEATURES_OF_PARTS = FEATURES[:6]
 FULL_OF_PARTS = [(name, head_dim, feature) for name in WAYS for head_dim in (64, 128, 192, 256)
-                 for feature in FEATURES_OF_OTHERS]  # fmt: skip
+                 for feature in FEATURES_OF_PARTS]  # fmt: skip
 SAMPLE_OF_WIDE = [(384, "causal")]
 FULL_OF_WIDE = [(head_dim, feature) for head_dim in (272, 320, 384) for feature in FEATURES_OF_OTHERS]
 
@@ -330,7 +334,7 @@ def test_rows_wider_than_256(head_dim: int, feature: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("feature", FEATURES_OF_OTHERS)
+@pytest.mark.parametrize("feature", FEATURES_OF_PARTS)
 def test_matrix_of_parts_and_wide_rows(feature: str) -> None:
     jobs = {f"{p} {d}": hopper_job(d, f, p) for p, d, f in FULL_OF_PARTS if f == feature}
     jobs |= {f"{d}": hopper_job(d, f) for d, f in FULL_OF_WIDE if f == feature}

@@ -82,8 +82,8 @@ FEATURES_OF_PARTS = FEATURES | {"features": FEATURES["features"] | {
     "softcap": 0.0, "alibi_shape": (4,), "window_size": (200, -1),
 }}  # fmt: skip
 # Bytes of local memory. Without features up to 8 by Triton 3.6 to 3.8 and 56 by 3.9; with a window and ALiBi up to 160,
-# with dropout up to 136 (3.6).
-SPILL_BOUNDS_OF_PARTS = {"plain": 64, "features": 192, "dropout": 192}
+# with dropout up to 136 (3.6), with a mask up to 56 (3.6).
+SPILL_BOUNDS_OF_PARTS = {"plain": 64, "features": 192, "dropout": 192, "mask": 96}
 
 
 # Dropout where it costs the most registers: beside two products of one tile in flight.
@@ -155,7 +155,8 @@ def test_float32_compiles_within_its_limits(dims: tuple[int, int], features: str
     (facts,) = found["configs"]
     products = PRODUCTS_OF_PARTS[dims]
     last = "zero_unwritten_kernel" if a_job["problem"].get("packed") else "sum_splits_kernel"
-    assert facts["launches"].keys() == {"maxima_kernel", "split_rows_kernel", *products, last}
+    lasts = [] if features == "mask" else [last]  # a group of heads has one block there
+    assert facts["launches"].keys() == {"maxima_kernel", "split_rows_kernel", *products, *lasts}
     for name, launch in facts["launches"].items():
         assert not launch["mixed_descriptors"]
         if name not in products:

@@ -44,7 +44,7 @@ PROBLEM = AttentionProblem(
         ({"dtype": "float32", "head_dim": 264}, H200, "at most 256 in float32"),
         ({"head_dim": 59}, H200, "head_dim is 59"),
         ({"head_dim_v": 392}, H200, "head_dim_v is 392"),
-        ({"mask_shape": (1, 1, 1000, 1000), "dtype": "float32"}, H200, "a boolean mask only in 16-bit types"),
+        ({"bias_shape": (1, 1, 1, 1000), "bias_dtype": "float32", "dtype": "float32"}, H200, "only in 16-bit types"),
         (
             {"bias_shape": (1, 1, 1, 1000), "bias_dtype": "float32", "head_dim_v": 264},
             H200,

@@ -120,6 +120,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     tiles = -(-problem.seqlen_q // 64) * problem.batch * problem.num_heads_q
     short = problem.seqlen_k <= 512 and max(problem.head_dim, problem.head_dim_v) <= 64
     if problem.mask_shape is not None or problem.bias_shape is not None:
+        if problem.dtype == "float32":
+            return _outrun_by_masked_float32(problem, gpu, tiles)
         return []  # 16 heads x 512 with a key mask: 10.8 us against 31.3 (graph replays, an H200)
     if not (short and tiles <= gpu.assumed_sms) or problem.dtype == "float32":
         return []  # in float32 this kernel is faster from 1 head x 512 on: 10 to 17 us against 28 (graphs, an H200)
@@ -127,6 +129,23 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
     # 2.58, x 128 3.96 / 3.11, x 512 6.59 / 6.22; 8 x 4 heads x 128 4.11 / 3.35. Beyond: 16 heads x 1024 13.1 / 13.8.
     return [
         "at most 512 keys of head_dim 64 and one tile an SM: flash_fwd, with lighter blocks, is up to 1.5 x as fast"
+    ]
+
+
+def _outrun_by_masked_float32(problem: AttentionProblem, gpu: Gpu, tiles: int) -> list[str]:
+    """Returns why `flash_fwd` is faster in float32 with a mask: the launches that pack the mask and make parts take 8
+    to 12 us.
+
+    Measured on an H200 (record 2026-12-01-h200-float32-masks.json), time of `flash_fwd` over this kernel's: 0.25 to
+    1.05 in 13 calls that this rule leaves to it, 0.88 to 8.4 in 36 others, 1.69 in the geometric mean; as `tf32` 0.20
+    to 1.06 in eight and 1.2 to 5.6 in 21.
+    """
+    width, few = max(problem.head_dim, problem.head_dim_v), tiles <= gpu.assumed_sms
+    if not ((width <= 128 and problem.seqlen_k <= 96) or (width <= 64 and problem.seqlen_k <= 128 and few)):
+        return []
+    return [
+        "a mask in float32 and at most 96 keys, or at most 128 of head_dim 64 and one tile an SM: the launches before "
+        "this kernel take longer than they save, and flash_fwd is up to 4 x as fast (H200)"
     ]
 
 
