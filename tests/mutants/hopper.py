@@ -8,7 +8,7 @@ from tests.mutants.mutant import Mutant
 HOPPER_FLOAT32 = [
     Mutant(
         "float32 on Hopper: scores of scaled operands not scaled back", "kernels/hopper/split_float32.py",
-        "with_fields(rules, scale=rules.scale * inverse)", "with_fields(rules, scale=rules.scale + 0 * inverse)",
+        "scale=in_range(rules.scale * inverse))", "scale=in_range(rules.scale + 0 * inverse))",
         "../kernels/hopper/test_flash_fwd_on_cpu.py::test_the_protocol_on_a_cpu", "full and fp16x1", "gates fail",
     ),
     Mutant(
@@ -20,6 +20,17 @@ HOPPER_FLOAT32 = [
         "float32 on Hopper: a scale that keys count for which no query sees", "kernels/prepass/in_use.py",
         "end = tl.minimum(end, length_q + high)", "end = tl.minimum(end, length_k)",
         "../kernels/test_scale_ahead.py::test_what_nobody_sees_has_no_say", "top_left", "nothing was garbage",
+    ),
+    Mutant(
+        "float32 under a mask on Hopper: a key that no query sees counts towards a scale",
+        "kernels/prepass/scale_ahead.py", "return shown != 0", "return (shown | 1) != 0",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_masks_of_float32_on_a_cpu", "grouped and one", "torch.equal",
+    ),
+    Mutant(
+        "float32 under a mask on Hopper: keys before the first one in use are not written",
+        "kernels/prepass/scale_ahead.py", "first_written = low_row // ALIGNED_KEYS * ALIGNED_KEYS",
+        "first_written = low_row",
+        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_masks_of_float32_on_a_cpu", "window and one", "gates fail",
     ),
     Mutant(
         "float32 on Hopper: Inf counts towards a scale", "kernels/prepass/scale_ahead.py",

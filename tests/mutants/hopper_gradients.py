@@ -14,6 +14,7 @@ ON_CPU, HIDDEN_ON_CPU, FLOAT32_ON_CPU = (
     f"../kernels/hopper/test_flash_bwd{what}_on_cpu.py::" for what in ("", "_masks", "_float32")
 )
 PARTS_ON_CPU = f"{FLOAT32_ON_CPU}test_float32_on_a_cpu"
+MASKED_PARTS_ON_CPU = f"{FLOAT32_ON_CPU}test_float32_under_masks_on_a_cpu"
 BACKWARD_ON_CPU = f"{ON_CPU}test_the_protocol_on_a_cpu"
 MASKS_ON_CPU = f"{HIDDEN_ON_CPU}test_masks_on_a_cpu"
 BIASES_ON_CPU = f"{HIDDEN_ON_CPU}test_biases_on_a_cpu"
@@ -516,6 +517,11 @@ HOPPER_BACKWARD = [
         "x - like(excess, x) * gl.load(", "x - 0.0 * like(excess, x) * gl.load(",
         f"{FLOAT32_ON_CPU}test_float32_on_other_data", "causal and low",
         "FAIL B2 RMS of dq",
+    ),
+    Mutant(
+        "float32 gradients under a mask on Hopper: the second half of the last tile of a mask is not written",
+        SPLIT_ROWS, "first < tl.cdiv(high_row, ALIGN) * ALIGN", "first < high_row",
+        MASKED_PARTS_ON_CPU, "head and 40 and nan", "FAIL B1 maximum of d",
     ),
     Mutant(
         "float32 gradients on Hopper: what arrives at the log-sum-exp is taken for an error", SPLIT_ROWS,

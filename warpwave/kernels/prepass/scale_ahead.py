@@ -180,9 +180,9 @@ def _scale_tile(
 ):  # fmt: skip
     """Writes one tile in parts: rows of ROW elements, zero past WIDTH, the parts of a head adjacent. A tile of Q has
     its own scale and writes its inverse; the inverse of a head of K or V is written by the tile with the first row in
-    use. Rows not in use are not written, except that under a mask the forward's first tile of keys begins at a multiple
-    of ALIGNED_KEYS: zeros precede the first key in use. A second part that is not finite beside a finite first one would
-    make the output wrong and finite, which no block notices (hopper/split_float32.number)."""
+    use. Rows not in use are not written, except that zeros precede the first key in use under a mask, where the
+    forward's first tile of keys begins at a multiple of ALIGNED_KEYS. A second part that is not finite beside a finite
+    first one would make the output wrong and finite, which no block notices (hopper/split_float32.number)."""
     item, head, first, number, step = _place(tile, sequences, heads, batch, IS_KEYS, BLOCK_ROWS)
     begin, low_row, high_row = rows_in_use(item, sequences, window, IS_KEYS)
     first_written = low_row

@@ -5,8 +5,8 @@ one scale, and Q and dO one for every 64 rows. The main launches walk tiles of 6
 of their own (split_steps.py), so a tile's scale is undone where its product is added.
 
 Parts lie in whole tiles, as statistics do (rows.py): tile t of a sequence begins at its first query that sees a key, or
-its first key that is seen, plus 64 t. Rows behind the last one, queries that see nothing, and keys that a mask hides from
-all queries are zeros. A tile thus never holds another sequence's rows, or a NaN that must have no effect.
+its first key that is seen, plus 64 t. Rows behind the last one, queries that see nothing, and keys that a mask hides
+from all queries are zeros. A tile thus never holds another sequence's rows, or a NaN that must have no effect.
 
 delta is in units of the tile of dO and of V: the main launches subtract it from a product of parts. `sums` is what dS
 of a row adds up to, in the same units: what arrives at the log-sum-exp. `centers` is the mean of the first tile of K of

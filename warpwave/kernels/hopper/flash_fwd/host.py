@@ -282,7 +282,9 @@ def _bind_split(
     out, lse = allocate(out)
     specified = _specify_parts(problem, gpu, operands, out, lse, config)
     parts = specified.parts
-    pack, flag, find_maxima, make_parts = [spec and launch.bind(spec) for spec in specified[:4]]
+    optional = [specified.pack, specified.flag, specified.maxima]
+    pack, flag, find_maxima = [None if spec is None else launch.bind(spec) for spec in optional]
+    make_parts = launch.bind(specified.split)
     launch_kernel = tensor_maps.bind(specified.attend, specified.plans, (*parts, out))
     needs: list[scratch.Need] = [(part.shape, part.dtype) for part in parts]
     many_inverses, many_maxima = scale_ahead.workspace_floats(problem)
