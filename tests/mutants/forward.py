@@ -432,7 +432,7 @@ OTHERS = [
     ),
     Mutant(
         "maxima lie where the inverses do", "kernels/hopper/flash_fwd/host.py",
-        "(*tensors[:4], tensors[-1])", "(*tensors[:4], tensors[3])",
+        "inverses if maxima is None else maxima", "inverses if inverses is not None else maxima",
         "../test_launches_of_a_call.py::test_launches_take_what_they_were_specified_with", "maxima", "torch.Size",
     ),
     Mutant(

@@ -95,12 +95,12 @@ ON_CPU = "../kernels/hopper/test_flash_fwd_on_cpu.py::"
 HOPPER_MASKS = [
     Mutant(
         "Hopper: values that a mask hides from all not zeroed", "kernels/hopper/flash_fwd/mask_bias.py",
-        "index(n % v_ring.stages)), seen)", "index(n % v_ring.stages)), seen + 1)",
+        "* v_ring.parts + part)), seen)", "* v_ring.parts + part)), seen + 1)",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "mask- and 64", "torch.equal",
     ),
     Mutant(
         "Hopper: a block whose output is not finite not brought again", "kernels/hopper/flash_fwd/consumer.py",
-        "            if wanted != 0:", "            if row_first < 0:",
+        "            if wanted == 0:", "            if wanted >= 0:",
         f"{ON_CPU}test_masks_and_biases_on_a_cpu", "causal and 64", "torch.equal",
     ),
     Mutant(

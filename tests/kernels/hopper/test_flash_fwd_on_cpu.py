@@ -69,8 +69,8 @@ def on_cpu(
             for part in specified.parts:
                 part[:, ::2] = 7.0
     else:
-        specified = flash_fwd.specify(problem, H200, operands, out, lse, config)
-        *ahead, attend = (specified,) if isinstance(specified, launch.Launch) else specified
+        launches = flash_fwd.specify(problem, H200, operands, out, lse, config)
+        *ahead, attend = (launches,) if isinstance(launches, launch.Launch) else launches
     merge = []
     if config.num_splits > 1:
         (attend, merging), ahead = (*ahead, attend), []
