@@ -57,8 +57,7 @@ def cost(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
         zeros = (*zeros, _of_mask(problem, config))
     if problem.bias_shape is not None or problem.mask_shape is not None:
         zeros = (*zeros, Cost(0, 0, 0, 0, 0, launches=2))  # prepass/zero_unseen.py, which is taken to copy nothing
-        needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
-        workspace += sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
+        workspace += _hidden_bytes(problem, config)
     if not config.is_joint:
         walk = _storing_splits(problem, divided, _of_keys(divided, gpu, config))
         return in_turn((*zeros, first, walk, _of_queries(problem, gpu, config), *ends), workspace)
@@ -136,6 +135,11 @@ def _in_parts(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     split = of_rows(query_blocks + key_blocks, read, workspace, workspace, 256)
     divided, added, ends = _of_splits(problem, config)
     zeros = (ZEROS,) if has_hidden_rows(problem) else ()
+    if problem.mask_shape is not None:
+        of_words, flags = mask_bits.packed(problem), math.prod(mask_bits.keys_seen_shape(problem))
+        flagging = of_rows(of_words.batch * of_words.heads * of_words.tiles, 4 * of_words.size, flags, flags, 128)
+        zeros = (*zeros, _of_mask(problem, config), flagging)
+        added += _hidden_bytes(problem, config)
     main = (
         replace(walk, scratch_bytes=walk.read_bytes)
         for walk in (_of_queries(problem, gpu, config), _of_keys(divided, gpu, config))
@@ -152,6 +156,12 @@ def cost_of_bias(problem: AttentionProblem, gpu: Gpu, config: Config) -> Cost:
     of_sum = size * (scores + cells) if cells < scores else 0
     written = size * scores
     return Cost(0, 0, 0, of_sum, written, first_bytes=of_sum + written, launches=int(cells < scores))
+
+
+def _hidden_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Returns the bytes of workspace of the launches that read a mask or a bias."""
+    needs = hidden.needs(problem, config, steps_of_dq(problem, config, bias_bytes(problem))[0])
+    return sum(math.prod(need[0]) * need[1].itemsize for need in needs if need is not None)
 
 
 def _of_hidden_by_bias(problem: AttentionProblem) -> Cost:
