@@ -174,9 +174,9 @@ def test_a_mask_that_is_causal_is_replaced() -> None:
     mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
     said = warpwave.explain(q, k, v, mask=mask, gpu=resolve("h200"), kernel="flash_fwd")
     assert said.advice[0].startswith("Pass causal=True instead of the mask") and "4.096 kB" in said.advice[0]
-    q32, k32, v32 = tensors(1100, 1100)
-    long = torch.ones(1100, 1100, dtype=torch.bool).tril()[None, None]
-    hopper = " ".join(str(warpwave.explain(q32, k32, v32, mask=long, gpu=resolve("h200"))).split())
+    wide = torch.randn(3, 1, 600, 2, 320, dtype=torch.float16)  # above head_dim 256 the kernel takes no mask
+    long = torch.ones(600, 600, dtype=torch.bool).tril()[None, None]
+    hopper = " ".join(str(warpwave.explain(*wide, mask=long, gpu=resolve("h200"))).split())
     assert hopper.count("ass causal=True instead of the mask") == 1
     assert "hopper/flash_fwd would then serve it." in hopper
     nothing = warpwave.explain(q, k, v, mask=torch.ones_like(mask), gpu=resolve("h200"))

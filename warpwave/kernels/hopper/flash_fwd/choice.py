@@ -115,7 +115,7 @@ MORE_CALLS = "2026-11-28-h200-few-tiles-of-more-calls.json"
 DROPOUT = "2026-11-30-h200-dropout.json"
 NARROW_FORWARD = "2026-11-30-h200-narrow-forward.json"
 SPLIT_TILES = "2026-12-01-h200-split-tiles.json"
-FLOAT32_MASKS = "2026-12-01-h200-float32-masks.json"
+FLOAT32_MASKS = "2026-12-01-h200-masked-float32.json"
 SPLITS_OF_8_BITS = "2026-12-01-h200-packed-and-8-bit.json"
 
 # 16-bit types, and float32 in one part. The figures are ratios of time on an H200, or on an H100 where a row names it.
