@@ -537,8 +537,8 @@ HOPPER_BACKWARD = [
     ),
     Mutant(
         "float32 gradients on Hopper: keys of the next sequence in a tile", SPLIT_ROWS,
-        "begin, first, low_row, high_row, UNIT, HEAD_DIM, ROWS,",
-        "begin, first, low_row, 2147483647 - begin * 0, UNIT, HEAD_DIM, ROWS,",
+        "x = load_keys(tensor, seen, item, head, begin, first, low_row, high_row,",
+        "x = load_keys(tensor, seen, item, head, begin, first, low_row, 2147483647 - begin * 0,",
         NEIGHBOURS_ON_CPU, "float32 and causal", "d",
     ),
 ]  # fmt: skip

@@ -119,3 +119,14 @@ def of_shared_memory(needed: int, gpu: Gpu) -> str:
         f"its smallest tile needs {needed / 1024:.0f} KiB of shared memory and {gpu.name} has "
         f"{gpu.smem_per_block_bytes / 1024:.0f} for a block"
     )
+
+
+def of_float32_masks(problem: AttentionProblem) -> list[str]:
+    """Returns why the mask of a float32 problem has no kernel that scales keys and values by kv heads."""
+    shape = problem.mask_shape
+    if problem.dtype != "float32" or shape is None or shape[1] == 1 or problem.num_heads_q == problem.num_heads_kv:
+        return []
+    return [
+        "the mask differs between query heads of a kv head; in float32 these share a scale of their keys and values, "
+        "which a key that only one of them sees would change for all"
+    ]

@@ -80,13 +80,13 @@ def test_float32_with_dropout_on_a_cpu(features: str) -> None:
 
 
 MASKED: dict[str, dict[str, Any]] = {
-    "mask": {"mask": "full", "batch": 2},
+    "mask": {"mask": "full", "batch": 2, "heads": (2, 2)},
     "mask of keys, causal": {"mask": "keys", "causal": "bottom_right", "lengths": (330, 150), "heads": (2, 1)},
     "mask of keys": {"mask": "keys", "heads": (4, 2), "batch": 2},
-    "mask of rows": {"mask": "rows", "heads": (4, 2), "lengths": (400, 600)},
-    "mask of rows, window": {"mask": "rows", "window": (300, 5), "lengths": (400, 600)},
-    "mask of a head, alibi": {"mask": "full", "heads": (4, 2), "alibi": "heads", "batch": 2, "causal": "top_left"},
-    "mask, dropout": {"mask": "full", "window": (60, 90), "lengths": (200, 460), "dropout": 0.3},
+    "mask of rows": {"mask": "rows", "heads": (2, 2), "lengths": (400, 600)},
+    "mask of rows, window": {"mask": "rows", "heads": (2, 2), "window": (300, 5), "lengths": (400, 600)},
+    "mask of a head, alibi": {"mask": "full", "heads": (3, 3), "alibi": "heads", "batch": 2, "causal": "top_left"},
+    "mask, dropout": {"mask": "full", "heads": (2, 2), "window": (60, 90), "lengths": (200, 460), "dropout": 0.3},
 }
 
 
@@ -100,13 +100,21 @@ def test_float32_under_masks_on_a_cpu(features: str, of_unseen: float, dims: tup
 
 
 def test_float32_queries_and_keys_that_a_mask_hides() -> None:
-    """Whole tiles of queries, of one head more than of the other, and the first tiles of keys, as padding at the left
-    does: the center of the keys is that of none."""
-    call = in_float32({"lengths": (400, 330), "mask": "full", "heads": (2, 1), "lse": False}, (64, 64))
-    mask = call.operands.mask.expand(1, 2, -1, -1).clone()
-    mask[..., :140] = mask[:, :, 128:256] = mask[:, 1, :200] = False
+    """Whole tiles of queries, and the first tiles of keys, as padding at the left does, of all heads of two groups."""
+    call = in_float32({"lengths": (400, 330), "mask": "keys", "heads": (4, 2), "lse": False}, (64, 64))
+    mask = torch.rand(1, 1, 400, 330, generator=torch.Generator().manual_seed(4)) < 0.7
+    mask[..., :140] = mask[:, :, 128:256] = False
     problem = replace(call.problem, mask_shape=tuple(mask.shape))
     judge(call._replace(problem=problem, operands=call.operands._replace(mask=mask)), torch.nan, more=False)
+
+
+@pytest.mark.parametrize("hidden", [64, 130, 600])
+def test_float32_center_of_the_keys_behind_padding(hidden: int) -> None:
+    """Keys that are nearly equal, behind padding at the left: their center is not that of the first tile."""
+    call = in_float32({"lengths": (400, 700), "mask": "keys", "lse": False}, (64, 64), "low")
+    mask = (torch.arange(700) >= hidden)[None, None, None]
+    dout, _ = upstream(call)
+    judge_parts(call._replace(operands=call.operands._replace(mask=mask)), dout, None)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e15])

@@ -203,6 +203,7 @@ def test_packed_float32_takes_parts(card: Card) -> None:
         ({"softcap": 15.0}, "in float32 it does not support softcap"),
         ({"has_sinks": True}, "in float32 it does not support sinks"),
         ({"bias_shape": (1, 1, 512, 512), "bias_dtype": "float32"}, "in float32 it does not support a bias"),
+        ({"mask_shape": (1, 2, 1, 512), "num_heads_q": 2}, "the mask differs between query heads of a kv head"),
         ({"error_budget": 1e-7}, "no float32 arithmetic it has"),
         ({"seqlen_q": 0}, "there are no queries or no keys"),
     ],

@@ -45,6 +45,7 @@ PROBLEM = AttentionProblem(
         ({"head_dim": 59}, H200, "head_dim is 59"),
         ({"head_dim_v": 392}, H200, "head_dim_v is 392"),
         ({"bias_shape": (1, 1, 1, 1000), "bias_dtype": "float32", "dtype": "float32"}, H200, "only in 16-bit types"),
+        ({"mask_shape": (1, 8, 1, 1000), "num_heads_q": 8, "num_heads_kv": 2, "dtype": "float32"}, H200, "a kv head"),
         (
             {"bias_shape": (1, 1, 1, 1000), "bias_dtype": "float32", "head_dim_v": 264},
             H200,

@@ -33,7 +33,16 @@ from warpwave.kernels.hopper import (
     visible,
     words,
 )
-from warpwave.kernels.hopper.flash_fwd import consumer, float32_tiles, kernel, mask_bias, producer, splits, widener
+from warpwave.kernels.hopper.flash_fwd import (
+    claims,
+    consumer,
+    float32_tiles,
+    kernel,
+    mask_bias,
+    producer,
+    splits,
+    widener,
+)
 from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
 from warpwave.kv_cache import new_tokens
 from warpwave.operands import AnyOperands
@@ -466,11 +475,11 @@ def test_masks_and_biases_on_a_cpu(features: str, config: flash_fwd.Config) -> N
 
 
 MASKED_FLOAT32: dict[str, dict[str, Any]] = {
-    "mask": {"mask": "full", "batch": 2, "sinks": True},
+    "mask": {"mask": "full", "batch": 2, "sinks": True, "heads": (2, 2)},
     "mask of keys, window": {"mask": "keys", "batch": 2, "window": (60, 5), "lengths": (90, 340)},
     "mask of keys, grouped heads": {"mask": "keys", "batch": 2, "heads": (4, 2), "softcap": 3.0},
-    "mask of rows, ALiBi": {"mask": "rows", "alibi": "heads", "softcap": 3.0},
-    "mask of heads, causal": {"mask": "full", "heads": (4, 2), "causal": "top_left"},
+    "mask of rows, ALiBi": {"mask": "rows", "alibi": "heads", "softcap": 3.0, "heads": (2, 2)},
+    "mask of heads, causal": {"mask": "full", "heads": (3, 3), "causal": "top_left"},
 }
 FLOAT32 = {
     "fp16x3": ("float32:default", (40, 80), flash_fwd.Config(128, 128, 2)),
@@ -489,11 +498,13 @@ def test_masks_of_float32_on_a_cpu(features: str, kind: str) -> None:
     call = cases.build(replace(SHORT, dtype=dtype, dims=dims, **MASKED_FLOAT32[features]), "normal", CPU)
     mask = call.operands.mask
     if mask.shape[-1] > 1:
-        mask[..., 3] = False
+        mask[..., 3] = mask[:, -1, :, 7] = False  # the second key of one head alone
+    assert not claims.why_not(call.problem, H200)
     out, lse = on_cpu(call.problem, call.operands, config)
     verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
     assert verdict.passed, str(verdict)
-    unseen = ~torch.stack(harness.visible(call)).any(2).any(1)
+    seen = torch.stack(harness.visible(call)).any(2)  # [batch, heads, keys]
+    unseen = ~seen.unflatten(1, (call.problem.num_heads_kv, -1)).any(2).transpose(1, 2)
     assert mask.shape[-1] == 1 or unseen[:, 3].all()
     for value in (torch.nan, torch.inf, 1e30):
         k, v = call.operands.k.clone(), call.operands.v.clone()
@@ -522,7 +533,7 @@ def test_a_scale_of_0_under_a_mask() -> None:
     """Hidden scores of minus infinity are multiplied by the scale too, and the data's own scale may be tiny."""
     for kind in ("fp16x3", "fp16x1", "bf16x6"):
         dtype, dims, config = FLOAT32[kind]
-        call = cases.build(replace(SHORT, dtype=dtype, dims=dims, mask="full", scale=0.0), "normal", CPU)
+        call = cases.build(replace(SHORT, dtype=dtype, dims=dims, heads=(2, 2), mask="full", scale=0.0), "normal", CPU)
         small = call.operands._replace(q=call.operands.q * 1e-30, k=call.operands.k * 1e-30)
         for operands in (call.operands, small):
             out, lse = on_cpu(call.problem, operands, config)

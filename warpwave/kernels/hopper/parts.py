@@ -448,11 +448,11 @@ def _tied_constraints(n):
 
 @jit
 def tanh_of_tile(x):
-    """Computes tanh of a tile of scores for results of 16 bits, within a relative 7e-7: by a polynomial up to 1/2, by
+    """Computes tanh of a tile of scores for products of 16 bits, within a relative 7e-7: by a polynomial up to 1/2, by
     exponentials above. A warp skips the exponentials if it has no such argument in the tile.
 
     One branch a tile keeps the loop over keys short. Which form a number takes depends on that number alone, so a
-    result does not depend on hidden keys or on other rows. float32 and gradients need `tanh`.
+    result does not depend on hidden keys or on other rows. float32 in several parts and gradients need `tanh`.
     """
     each: gl.constexpr = x.shape[0] * x.shape[1] // 128
     return gl.inline_asm_elementwise(

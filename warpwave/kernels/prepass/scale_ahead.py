@@ -50,14 +50,12 @@ class KeysSeen(NamedTuple):
     """Flags of the keys that a boolean mask shows to some query (`mask_bits.keys_seen_kernel`), or None.
 
     Attributes:
-        stride_b, stride_h: 0 along broadcast axes.
-        heads: of the mask that share a kv head.
+        stride_b, stride_h: 0 along broadcast axes. Heads of a group have one mask (`reasons.of_float32_masks`).
     """
 
     ptr: Pointer
     stride_b: int
     stride_h: int
-    heads: int
 
 
 @jit
@@ -105,11 +103,8 @@ def keys_shown(seen: KeysSeen, item, head, rows, inside):
     if seen.ptr is None:
         return inside
     else:
-        shown = tl.zeros([rows.shape[0]], tl.int8)
-        for i in range(seen.heads):
-            of_head = item.to(tl.int64) * seen.stride_b + (head.to(tl.int64) * seen.heads + i) * seen.stride_h
-            shown |= tl.load(seen.ptr + of_head + rows, mask=inside, other=0)
-        return shown != 0
+        of_head = item.to(tl.int64) * seen.stride_b + head.to(tl.int64) * seen.stride_h
+        return tl.load(seen.ptr + of_head + rows, mask=inside, other=0) != 0
 
 
 @jit
@@ -379,13 +374,12 @@ def _constants_and_options(
     return {"HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v} | blocks | band, options
 
 
-def seen_scalars(problem: AttentionProblem, seen: torch.Tensor | None) -> list[int]:
+def seen_scalars(seen: torch.Tensor | None) -> list[int]:
     """Returns the run-time numbers of `KeysSeen`."""
     if seen is None:
-        return [0, 0, 1]
+        return [0, 0]
     batch, heads, keys = seen.shape
-    of_group = 1 if heads == 1 else problem.num_heads_q // problem.num_heads_kv
-    return [heads * keys if batch > 1 else 0, keys if heads > 1 else 0, of_group]
+    return [heads * keys if batch > 1 else 0, keys if heads > 1 else 0]
 
 
 def specify_maxima(
@@ -413,7 +407,7 @@ def specify_maxima(
         scalars=[
             *strides[4:],
             *arguments.lengths(problem),
-            *seen_scalars(problem, seen),
+            *seen_scalars(seen),
             problem.batch,
             problem.num_heads_kv,
             tiles_k,
@@ -467,7 +461,7 @@ def specify(
             scalars=[
                 *strides,
                 *arguments.lengths(problem),
-                *seen_scalars(problem, seen),
+                *seen_scalars(seen),
                 problem.batch,
                 problem.num_heads_q,
                 problem.num_heads_kv,

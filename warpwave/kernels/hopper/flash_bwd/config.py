@@ -324,6 +324,7 @@ def _against_float32(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         "sinks": problem.has_sinks,
     }
     found += [f"in float32 it does not support {name}" for name, there in others.items() if there]
+    found += reasons.of_float32_masks(problem)
     return found + _of_empty(problem)
 
 

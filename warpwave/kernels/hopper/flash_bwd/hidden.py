@@ -40,7 +40,7 @@ def needs(problem: AttentionProblem, config: Config, keys: int) -> list[Need | N
 def steps(problem: AttentionProblem, tensors: Tensors, config: Config) -> list[Step]:
     """Returns the launches: they pack the mask, list the steps of blocks, flag the queries and keys that mask and bias
     do not hide entirely, and check the others. If these hold a large number, the operands are copied with zeros for
-    them, except in float32."""
+    them. In float32 they only flag the keys that some query sees, and nothing is checked or copied."""
     found, hidden = [], tensors.workspace.hidden
     if problem.bias_shape is not None:
         of_bias = bias_seen.specify(problem, *_bias_and_flags(tensors))

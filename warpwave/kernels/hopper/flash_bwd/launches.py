@@ -34,7 +34,7 @@ class Hidden(NamedTuple):
         words, words_transposed: the packed mask and its transpose (prepass/mask_bits.py).
         walks, walks_transposed: lists of the steps of blocks of queries, and of blocks of keys.
         seen_queries, seen_keys: int8 flags of the queries and keys that mask and bias do not hide entirely, zeros
-            before the launches.
+            before the launches; in float32 of the keys alone, which are all written.
         copies_needed: int8, 0 before the launches: whether those of the gradients read the copies below.
         q, k, v, dout: copies with zeros for what is hidden entirely.
     """

@@ -94,7 +94,7 @@ def _parts(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Step:
             *strides,
             *arguments.lse_strides(problem),
             *arguments.lengths(problem),
-            *scale_ahead.seen_scalars(problem, tensors.workspace.hidden.seen_keys),
+            *scale_ahead.seen_scalars(tensors.workspace.hidden.seen_keys),
             *[problem.batch, problem.num_heads_q, problem.num_heads_kv],
             *[tiles_q, tiles_k, scale_ahead.num_tiles(problem)[1]],
         ],

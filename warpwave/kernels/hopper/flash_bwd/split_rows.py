@@ -9,8 +9,8 @@ its first key that is seen, plus 64 t. Rows behind the last one, queries that se
 from all queries are zeros. A tile thus never holds another sequence's rows, or a NaN that must have no effect.
 
 delta is in units of the tile of dO and of V: the main launches subtract it from a product of parts. `sums` is what dS
-of a row adds up to, in the same units: what arrives at the log-sum-exp. `centers` is the mean of the first tile of K of
-each head (split_dq.py).
+of a row adds up to, in the same units: what arrives at the log-sum-exp. `centers` is the mean of the shown keys of
+the first tile of K of each head that has one (split_dq.py).
 
 Bound: memory.
 """
@@ -82,13 +82,20 @@ def _store_parts(
 
 
 @jit
+def _count_shown(seen: KeysSeen, item, head, first, low_row, high_row):
+    """Returns how many of 64 keys from `first` on are in use and, if there is a mask, seen by some query."""
+    rows = first + tl.arange(0, ROWS)
+    return tl.sum(keys_shown(seen, item, head, rows, (rows >= low_row) & (rows < high_row)).to(tl.int32), 0)
+
+
+@jit
 def _split_keys(
     pid, tensor: InUnits, seen: KeysSeen, parts_ptr, centers_ptr, maxima_ptr, sequences: Sequences, window: Window,
     heads, tiles, batch, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     ALIGN: tl.constexpr, IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of K or of V in parts, and the mean of the first tile of a head. `tiles`: of one head, of all
-    packed sequences together."""
+    """Writes one tile of K or of V in parts, and the mean of the shown keys of the first tile of a head with any.
+    `tiles`: of one head, of all packed sequences together."""
     slot, batch_head = pid % tiles, pid // tiles
     item, head, tile = batch_head // heads, batch_head % heads, slot
     if sequences.IS_VARLEN:
@@ -106,9 +113,15 @@ def _split_keys(
         _store_parts(x, parts_ptr, batch_head, slot, tiles, WIDTH, BLOCK_D, IS_NVIDIA)
         if centers_ptr is not None:  # noqa: SIM102 (known when compiled, and the other is not)
             if tile == 0:
-                rows = first + tl.arange(0, ROWS)
-                shown = keys_shown(seen, item, head, rows, (rows >= low_row) & (rows < high_row))
-                count = tl.maximum(tl.sum(shown.to(tl.int32), 0), 1)
+                count = _count_shown(seen, item, head, first, low_row, high_row)
+                if seen.ptr is not None:  # padding at the left fills whole tiles
+                    while (count == 0) & (first + ROWS < high_row):
+                        first += ROWS
+                        count = _count_shown(seen, item, head, first, low_row, high_row)
+                    x = load_keys(
+                        tensor, seen, item, head, begin, first, low_row, high_row, UNIT, HEAD_DIM, ROWS, BLOCK_D
+                    ) * power_of_two(exponent)
+                count = tl.maximum(count, 1)
                 center = tl.sum(tl.where(tl.abs(x) < float("inf"), x, 0.0), 0) / count * power_of_two(-exponent)
                 dims = tl.arange(0, BLOCK_D)
                 tl.store(centers_ptr + (item * heads + head).to(tl.int64) * WIDTH + dims, center, mask=dims < WIDTH)

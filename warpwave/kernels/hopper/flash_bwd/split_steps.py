@@ -98,7 +98,7 @@ def add_products(parts, ring, n, sums, factor):
     summed = ()
     for i in gl.static_range(len(sums)):
         if i > 0:
-            # This wait never blocks; its spin loop ends the basic block, as in split_float32.split_step.
+            # This wait never blocks; its spin loop ends the basic block, as in float32_tiles.split_step.
             wait_full(ring, n)
         summed = summed + (_add_slice(parts, ring, n, sums[i], factor, i),)
     return summed

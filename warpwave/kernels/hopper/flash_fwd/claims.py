@@ -49,7 +49,7 @@ def why_not(problem: AttentionProblem, gpu: Gpu) -> list[str]:
         if gpu.arch == "sm_90" and num_parts(problem, gpu) == 0:
             found.append(f"precision is {problem.precision!r}; its float32 products are {', '.join(ABLE)}")
         found += precision.why_not(problem, gpu, ABLE)
-    found += [*reasons.of_gradients(problem), *_against_pages(problem)]
+    found += [*reasons.of_gradients(problem), *_against_pages(problem), *reasons.of_float32_masks(problem)]
     is_wide = max(problem.head_dim, problem.head_dim_v) > reasons.MAX_HEAD_DIM_WITH_DROPOUT
     if problem.dropout_p and (problem.dtype == "float32" or is_wide):
         found.append(f"it has dropout only in 16-bit types and up to head_dim {reasons.MAX_HEAD_DIM_WITH_DROPOUT}")
@@ -137,15 +137,15 @@ def _outrun_by_masked_float32(problem: AttentionProblem, gpu: Gpu, tiles: int) -
     to 12 us.
 
     Measured on an H200 (record 2026-12-01-h200-masked-float32.json), time of `flash_fwd` over this kernel's: 0.25 to
-    1.05 in 13 calls that this rule leaves to it, 0.88 to 8.4 in 36 others, 1.69 in the geometric mean; as `tf32` 0.20
-    to 1.06 in eight and 1.2 to 5.6 in 21.
+    1.05 in 13 calls that this rule leaves to `flash_fwd`, 0.88 to 8.4 in 36 others, 1.69 in the geometric mean; as
+    `tf32` 0.20 to 1.06 in eight and 1.2 to 5.6 in 21.
     """
     width, few = max(problem.head_dim, problem.head_dim_v), tiles <= gpu.assumed_sms
     if not ((width <= 128 and problem.seqlen_k <= 96) or (width <= 64 and problem.seqlen_k <= 128 and few)):
         return []
     return [
-        "a mask in float32 and at most 96 keys, or at most 128 of head_dim 64 and one tile an SM: the launches before "
-        "this kernel take longer than they save, and flash_fwd is up to 4 x as fast (H200)"
+        "a mask in float32 and at most 96 keys up to head_dim 128, or at most 128 keys up to head_dim 64 and one tile "
+        "an SM: the launches before this kernel take longer than they save, and flash_fwd is up to 4 x as fast (H200)"
     ]
 
 
