@@ -63,11 +63,18 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
     return [torch.zeros(shape, dtype=dtype) for _ in range(3)]
 
 
-def hopper(rows: int, precision: str = "default") -> tuple[Attend, Make]:
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        return warpwave.attention(*qkv, kernel="hopper/flash_fwd", precision=precision)
+def hopper(rows: int, precision: str = "default", is_masked: bool = False) -> tuple[Attend, Make]:
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v, *mask = tensors
+        return warpwave.attention(
+            q, k, v, mask=mask[0] if mask else None, kernel="hopper/flash_fwd", precision=precision
+        )
 
-    return attend, lambda: operands((1, rows, 4, 64), torch.float32)
+    def made() -> Tensors:
+        mask = [torch.ones(1, 1, rows, rows, dtype=torch.bool)] if is_masked else []
+        return [*operands((1, rows, 4, 64), torch.float32), *mask]
+
+    return attend, made
 
 
 def decode() -> tuple[Attend, Make]:
@@ -100,6 +107,9 @@ CASES: dict[str, tuple[Callable[[], tuple[Attend, Make]], int]] = {
     "hopper/flash_fwd: maxima, scale, attend": (lambda: hopper(1016), 3),
     "hopper/flash_fwd: scale, attend": (lambda: hopper(64), 2),
     "hopper/flash_fwd: split, attend": (lambda: hopper(1016, "bf16x6"), 2),
+    "hopper/flash_fwd: pack, flag, maxima, scale, attend": (lambda: hopper(1016, is_masked=True), 5),
+    "hopper/flash_fwd: pack, flag, scale, attend": (lambda: hopper(72, is_masked=True), 4),
+    "hopper/flash_fwd: pack, split, attend": (lambda: hopper(1016, "bf16x6", is_masked=True), 3),
     "split_kv: attend, merge": (decode, 2),
     "three_kernel: scores, softmax, values": (lambda: three("triton", "triton"), 3),
     "three_kernel: scores with the softmax, values": (lambda: three("fused", "triton"), 2),

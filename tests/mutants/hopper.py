@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 # Of the Hopper kernel's float32, whose source runs on a CPU as well (tests/kernels/hopper/gluon_on_cpu.py).
+FLOAT32_MASKS_ON_CPU = "../kernels/hopper/test_flash_fwd_float32_masks_on_cpu.py::test_float32_under_masks_on_a_cpu"
 HOPPER_FLOAT32 = [
     Mutant(
         "float32 on Hopper: scores of scaled operands not scaled back", "kernels/hopper/split_float32.py",
@@ -24,13 +25,13 @@ HOPPER_FLOAT32 = [
     Mutant(
         "float32 under a mask on Hopper: a key that no query sees counts towards a scale",
         "kernels/prepass/scale_ahead.py", "mask=inside, other=0) != 0", "mask=inside, other=0) >= 0",
-        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_masks_of_float32_on_a_cpu", "grouped and one", "torch.equal",
+        FLOAT32_MASKS_ON_CPU, "grouped and one", "torch.equal",
     ),
     Mutant(
         "float32 under a mask on Hopper: keys before the first one in use are not written",
         "kernels/prepass/scale_ahead.py", "first_written = low_row // ALIGNED_KEYS * ALIGNED_KEYS",
         "first_written = low_row",
-        "../kernels/hopper/test_flash_fwd_on_cpu.py::test_masks_of_float32_on_a_cpu", "window and one", "gates fail",
+        FLOAT32_MASKS_ON_CPU, "window and one", "gates fail",
     ),
     Mutant(
         "float32 on Hopper: Inf counts towards a scale", "kernels/prepass/scale_ahead.py",
@@ -300,7 +301,7 @@ HOPPER_PAGES = [
         EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
     ),
     Mutant(
-        "Hopper, 8-bit cache: the factor of V of another head", "kernels/hopper/flash_fwd/host.py",
+        "Hopper, 8-bit cache: the factor of V of another head", "kernels/hopper/flash_fwd/launches.py",
         "for x in (page, head, cell)", "for x in (page, 0 * head, cell)",
         EIGHT_BITS_ON_CPU, "full and bfloat16", "gates fail",
     ),

@@ -17,7 +17,7 @@ from warpwave.gpu import CPU, Gpu, current_gpu
 from warpwave.kernels.cost import walk
 from warpwave.kernels.hopper import flash_fwd, host
 from warpwave.kernels.hopper.flash_fwd import config as flash_fwd_configs
-from warpwave.kernels.hopper.flash_fwd import host as flash_fwd_host
+from warpwave.kernels.hopper.flash_fwd import launches
 from warpwave.kernels.prepass import scale_ahead, split_ahead
 from warpwave.operands import Operands
 from warpwave.problem import AttentionProblem, Causal
@@ -153,13 +153,13 @@ def test_columns_of_out_in_shared_memory_at_head_dim_256(change: dict[str, Any],
 
 def test_a_bias_is_copied_only_where_no_map_describes_it() -> None:
     """What is the same along an axis is described once; rows of an odd number of elements are copied to even ones."""
-    as_is = flash_fwd_host._bias_for_maps
+    as_is = launches.bias_for_maps
     bias = torch.randn(2, 3, 40, 48)
     assert as_is(bias) is bias
     expanded = torch.randn(40, 48)[None, None].expand(2, 3, 40, 48)
     once = as_is(expanded)
     assert once is not None and once.shape == (1, 1, 40, 48) and once.data_ptr() == expanded.data_ptr()
-    plan = flash_fwd_host._bias_plan(once, flash_fwd.Config(128, 64, 2))
+    plan = launches._bias_plan(once, flash_fwd.Config(128, 64, 2))
     assert plan is not None and all(stride % 4 == 0 and stride > 0 for stride in plan.strides[:-1])
     odd = torch.randn(1, 3, 40, 45)
     copied = as_is(odd)

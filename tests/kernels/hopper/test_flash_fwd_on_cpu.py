@@ -22,6 +22,7 @@ from warpwave.gpu import Gpu
 from warpwave.kernels import append_kv, dropout, quantize_tensor
 from warpwave.kernels.hopper import (
     factors,
+    flash_fwd,
     pages,
     parts,
     rows,
@@ -34,16 +35,16 @@ from warpwave.kernels.hopper import (
     words,
 )
 from warpwave.kernels.hopper.flash_fwd import (
-    claims,
     consumer,
     float32_tiles,
     kernel,
+    launches,
     mask_bias,
     producer,
     splits,
     widener,
 )
-from warpwave.kernels.hopper.flash_fwd import host as flash_fwd
+from warpwave.kernels.hopper.flash_fwd.config import num_parts
 from warpwave.kv_cache import new_tokens
 from warpwave.operands import AnyOperands
 from warpwave.problem import AttentionProblem
@@ -68,18 +69,18 @@ def on_cpu(
     """out and lse by the source of the kernel and its roles, one block after another; appends the maps of K and V."""
     out, lse = gluon_on_cpu.unwritten(problem, operands.q)
     if problem.dtype == "float32":
-        specified = flash_fwd._specify_parts(problem, H200, operands, out, lse, config)
+        specified = launches.specify_parts(problem, H200, operands, out, lse, config)
         ahead, attend = specified.before, specified.attend
         # What is not in use is not written, and whatever lies there must do no harm.
         inverses = attend.tensors[13 + 8]  # after the maps, out, lse, slopes, sinks, offsets, words and bias
         for written in (*specified.parts, *([] if inverses is None else [inverses])):
             written.fill_(torch.nan)
-        if flash_fwd.num_parts(problem, H200) == 2:  # a second part alone may hold NaN
+        if num_parts(problem, H200) == 2:  # a second part alone may hold NaN
             for part in specified.parts:
                 part[:, ::2] = 7.0
     else:
-        launches = flash_fwd.specify(problem, H200, operands, out, lse, config)
-        *ahead, attend = (launches,) if isinstance(launches, launch.Launch) else launches
+        whole = flash_fwd.specify(problem, H200, operands, out, lse, config)
+        *ahead, attend = (whole,) if isinstance(whole, launch.Launch) else whole
     merge = []
     if config.num_splits > 1:
         (attend, merging), ahead = (*ahead, attend), []
@@ -472,73 +473,6 @@ def test_masks_and_biases_on_a_cpu(features: str, config: flash_fwd.Config) -> N
     k[unseen], v[unseen] = torch.nan, torch.inf
     found = on_cpu(call.problem, hidden._replace(k=k, v=v), config)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-
-MASKED_FLOAT32: dict[str, dict[str, Any]] = {
-    "mask": {"mask": "full", "batch": 2, "sinks": True, "heads": (2, 2)},
-    "mask of keys, window": {"mask": "keys", "batch": 2, "window": (60, 5), "lengths": (90, 340)},
-    "mask of keys, grouped heads": {"mask": "keys", "batch": 2, "heads": (4, 2), "softcap": 3.0},
-    "mask of rows, ALiBi": {"mask": "rows", "alibi": "heads", "softcap": 3.0, "heads": (2, 2)},
-    "mask of heads, causal": {"mask": "full", "heads": (3, 3), "causal": "top_left"},
-}
-FLOAT32 = {
-    "fp16x3": ("float32:default", (40, 80), flash_fwd.Config(128, 128, 2)),
-    "fp16x3, one stage": ("float32:default", (96, 72), flash_fwd.Config(128, 64, 1)),
-    "fp16x3, short steps": ("float32:default", (16, 200), flash_fwd.Config(64, 32, 1)),
-    "fp16x1": ("float32:tf32", (64, 80), flash_fwd.Config(128, 64, 2)),
-    "bf16x6": ("float32:bf16x6", (40, 59), flash_fwd.Config(64, 64, 1)),
-}
-
-
-@pytest.mark.parametrize("kind", FLOAT32)
-@pytest.mark.parametrize("features", MASKED_FLOAT32)
-def test_masks_of_float32_on_a_cpu(features: str, kind: str) -> None:
-    """What a mask hides from all queries has no effect, also on the scales of keys and values."""
-    dtype, dims, config = FLOAT32[kind]
-    call = cases.build(replace(SHORT, dtype=dtype, dims=dims, **MASKED_FLOAT32[features]), "normal", CPU)
-    mask = call.operands.mask
-    if mask.shape[-1] > 1:
-        mask[..., 3] = mask[:, -1, :, 7] = False  # the second key of one head alone
-    assert not claims.why_not(call.problem, H200)
-    out, lse = on_cpu(call.problem, call.operands, config)
-    verdict = judge_forward(call.problem, forward_references(call.problem, call.operands), out, lse)
-    assert verdict.passed, str(verdict)
-    seen = torch.stack(harness.visible(call)).any(2)  # [batch, heads, keys]
-    unseen = ~seen.unflatten(1, (call.problem.num_heads_kv, -1)).any(2).transpose(1, 2)
-    assert mask.shape[-1] == 1 or unseen[:, 3].all()
-    for value in (torch.nan, torch.inf, 1e30):
-        k, v = call.operands.k.clone(), call.operands.v.clone()
-        k[unseen], v[unseen] = value, -value
-        found = on_cpu(call.problem, call.operands._replace(k=k, v=v), config)
-        assert torch.equal(found[0], out) and torch.equal(found[1], lse), value
-
-
-@pytest.mark.parametrize("kind", FLOAT32)
-def test_float32_values_that_a_block_does_not_see(kind: str) -> None:
-    """Another block sees them, so their parts are not zeros."""
-    dtype, dims, config = FLOAT32[kind]
-    call = cases.build(replace(SHORT, dtype=dtype, dims=dims, heads=(2, 2), mask="full"), "normal", CPU)
-    mask, rows = call.operands.mask, config.block_m
-    mask[..., :rows, 5] = False
-    mask[..., rows:, 5] = True
-    out, lse = on_cpu(call.problem, call.operands, config)
-    v = call.operands.v.clone()
-    v[:, 5] = torch.inf
-    found = on_cpu(call.problem, call.operands._replace(v=v), config)
-    assert torch.equal(found[0][:, :rows], out[:, :rows]) and torch.equal(found[1], lse)
-    assert bool((found[0][:, rows:] == torch.inf).all())
-
-
-def test_a_scale_of_0_under_a_mask() -> None:
-    """Hidden scores of minus infinity are multiplied by the scale too, and the data's own scale may be tiny."""
-    for kind in ("fp16x3", "fp16x1", "bf16x6"):
-        dtype, dims, config = FLOAT32[kind]
-        call = cases.build(replace(SHORT, dtype=dtype, dims=dims, heads=(2, 2), mask="full", scale=0.0), "normal", CPU)
-        small = call.operands._replace(q=call.operands.q * 1e-30, k=call.operands.k * 1e-30)
-        for operands in (call.operands, small):
-            out, lse = on_cpu(call.problem, operands, config)
-            verdict = judge_forward(call.problem, forward_references(call.problem, operands), out, lse)
-            assert verdict.passed, f"{kind}: {verdict}"
 
 
 @pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(64, 128, 2, 2)], ids=str)

@@ -1,5 +1,5 @@
-"""A launch before Hopper's kernels that packs a boolean mask into bits, in the thread order of wgmma's accumulators,
-and flags the tiles, queries and keys that it does not hide entirely. The bits also contain what position hides.
+"""Launches before Hopper's kernels that pack a boolean mask into bits, in the thread order of wgmma's accumulators, and
+flag the tiles, queries and keys that it does not hide entirely. The bits also contain what position hides.
 
 A thread of a warpgroup holds two columns out of every eight of each of its two rows. Each of the four threads that
 share a row has one word: word q of a row holds columns `8 j + 2 q + c` of a tile of 128 keys, in bit `2 j + c`. A tile
@@ -158,7 +158,7 @@ def pack_mask_kernel(
 def keys_seen_kernel(words_ptr, seen_ptr, num_rows, num_keys, tiles, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Flags the keys of one tile of packed words that some query sees: int8 (batch, heads, keys).
 
-    Bound: memory: it reads the words once.
+    Bound: latency: a program reads all rows of its tile, ROWS at a time.
     """
     pid = tl.program_id(0)
     words_ptr += pid.to(tl.int64) * num_rows * 4
@@ -264,7 +264,7 @@ def specify_keys_seen(problem: AttentionProblem, words: torch.Tensor, seen: torc
         grid=p.batch * p.heads * p.tiles,
         tensors=(words, seen),
         scalars=[p.rows, problem.seqlen_k, p.tiles],
-        constants={"ROWS": min(BLOCK_ROWS, 1 << (p.rows - 1).bit_length()), "TILE": TILE_KEYS},
+        constants={"ROWS": 1 if p.rows == 1 else BLOCK_ROWS, "TILE": TILE_KEYS},
         options={"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True},
     )
 

@@ -103,8 +103,8 @@ def bind(
                 allocate_hidden[:] = [need and maker(*need, device) for need in hidden.needs(problem, config, keys)]
             workspace = workspace._replace(hidden=Hidden(*(f and f() for f in allocate_hidden)))
             tensors = tensors._replace(workspace=workspace)
-            if workspace.hidden.flags:
-                torch._foreach_zero_(workspace.hidden.flags)
+            if flags := workspace.hidden.flags:
+                torch._foreach_zero_(flags)
             before.run(tensors, lambda: hidden.steps(problem, tensors, config))
         if wants_slopes:
             tensors = with_slopes(problem, tensors)

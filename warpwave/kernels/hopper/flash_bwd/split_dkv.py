@@ -179,24 +179,45 @@ def units_at(given, work, head, row_first, band, heads, rules):
 
 
 @jit
+def first_step(mask: Mask, work, span, band, key_first, heads, rules):
+    """Returns the number of a block's steps, the address of their list, and the query head and the first query of the
+    first."""
+    head, members = heads_of(work, heads)
+    walk = walk_of(mask, work, key_first // ROWS, rules)
+    row_first = row_of(span, gl.to_tensor(0), band, rules)
+    steps = (span.end - span.begin) * members
+    if rules.HAS_MASK:
+        steps = gl.load(walk)
+        head, row_first = step_of(listed(walk, 0), work, heads, rules)
+    return steps, walk, head, row_first
+
+
+@jit
+def following_step(i, steps, walk, head, place, span, band, work, heads, rules):
+    """Returns the query head, the place in the span, unused with a mask, and the first query of the step after the
+    i-th."""
+    if rules.HAS_MASK:
+        head, row_first = step_of(listed(walk, i + 1, i + 1 < steps), work, heads, rules)
+    else:
+        ends_head = place + 1 == span.end - span.begin
+        head = gl.where(ends_head, head + 1, head)
+        place = gl.where(ends_head, 0, place + 1)
+        row_first = row_of(span, place, band, rules)
+    return head, place, row_first
+
+
+@jit
 def sum_values(tiles, work, n, given, mask: Mask, heads, rules):
     """Returns, in group 0, dV of a block, and the number of the next tile of queries."""
     across: gl.constexpr = gl.SliceLayout(0, accumulator_layout(ROWS))
     band = band_of(work, rules)
     key_first = band.k_begin + work.tile * ROWS
     span = query_span(band, key_first, rules)
-    count = span.end - span.begin
     dv = zero_slices(tiles.dout.ring)
     dropout_key = key_of(rules.dropout)
     none = gl.to_tensor(0)
     place = gl.to_tensor(0)
-    head, members = heads_of(work, heads)
-    row_first = row_of(span, place, band, rules)
-    steps = count * members
-    walk = walk_of(mask, work, key_first // ROWS, rules)
-    if rules.HAS_MASK:
-        steps = gl.load(walk)
-        head, row_first = step_of(listed(walk, 0), work, heads, rules)
+    steps, walk, head, row_first = first_step(mask, work, span, band, key_first, heads, rules)
     lines = mask_lines(mask, work, key_first, work.seqlen_k, ROWS, rules)
     for i in range(steps):
         words = mask_words(mask, lines, head, row_first, ROWS, rules)
@@ -222,12 +243,7 @@ def sum_values(tiles, work, n, given, mask: Mask, heads, rules):
         wait_full(tiles.dout.ring, n)
         dv = add_products(parts, tiles.dout.ring, n, dv, per_row(factor))
         hand_back_multiplied(tiles.dout.ring, n)
-        if rules.HAS_MASK:
-            head, row_first = step_of(listed(walk, i + 1, i + 1 < steps), work, heads, rules)
-        else:
-            head = gl.where(place + 1 == count, head + 1, head)
-            place = gl.where(place + 1 == count, 0, place + 1)
-            row_first = row_of(span, place, band, rules)
+        head, place, row_first = following_step(i, steps, walk, head, place, span, band, work, heads, rules)
         n += 1
     return dv, n
 
@@ -239,16 +255,9 @@ def sum_keys(tiles, work, n, given, mask: Mask, heads, rules):
     band = band_of(work, rules)
     key_first = band.k_begin + work.tile * ROWS
     span = query_span(band, key_first, rules)
-    count = span.end - span.begin
     dk = zero_slices(tiles.queries.ring)
     place = gl.to_tensor(0)
-    head, members = heads_of(work, heads)
-    row_first = row_of(span, place, band, rules)
-    steps = count * members
-    walk = walk_of(mask, work, key_first // ROWS, rules)
-    if rules.HAS_MASK:
-        steps = gl.load(walk)
-        head, row_first = step_of(listed(walk, 0), work, heads, rules)
+    steps, walk, head, row_first = first_step(mask, work, span, band, key_first, heads, rules)
     for i in range(steps):
         exponent = gl.load(units_at(given, work, head, row_first, band, heads, rules) + OF_DK).to(gl.int32)
         wait_full(tiles.dout.ring, n)
@@ -264,12 +273,7 @@ def sum_keys(tiles, work, n, given, mask: Mask, heads, rules):
         wait_full(tiles.queries.ring, n)
         dk = add_products(parts, tiles.queries.ring, n, dk, factor)
         hand_back_multiplied(tiles.queries.ring, n)
-        if rules.HAS_MASK:
-            head, row_first = step_of(listed(walk, i + 1, i + 1 < steps), work, heads, rules)
-        else:
-            head = gl.where(place + 1 == count, head + 1, head)
-            place = gl.where(place + 1 == count, 0, place + 1)
-            row_first = row_of(span, place, band, rules)
+        head, place, row_first = following_step(i, steps, walk, head, place, span, band, work, heads, rules)
         n += 1
     return dk, n
 

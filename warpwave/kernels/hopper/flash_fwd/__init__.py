@@ -7,7 +7,6 @@ from warpwave.kernels.hopper.flash_fwd.choice import configs, default, notes
 from warpwave.kernels.hopper.flash_fwd.claims import cost, outrun, why_not
 from warpwave.kernels.hopper.flash_fwd.config import ABLE, Config, smem_bytes
 from warpwave.kernels.hopper.flash_fwd.host import (
-    NAME,
     NEEDS_GPU,
     QUANTIZED,
     QUANTIZED_CACHE,
@@ -16,5 +15,5 @@ from warpwave.kernels.hopper.flash_fwd.host import (
     Binder,
     bind,
     refuses,
-    specify,
 )
+from warpwave.kernels.hopper.flash_fwd.launches import NAME, specify

@@ -133,8 +133,8 @@ def outrun(problem: AttentionProblem, gpu: Gpu) -> list[str]:
 
 
 def _outrun_by_masked_float32(problem: AttentionProblem, gpu: Gpu, tiles: int) -> list[str]:
-    """Returns why `flash_fwd` is faster in float32 with a mask: the launches that pack the mask and make parts take 8
-    to 12 us.
+    """Returns why `flash_fwd` is faster in float32 with a mask: launches that pack the mask and make parts precede
+    this kernel.
 
     Measured on an H200 (record 2026-12-01-h200-masked-float32.json), time of `flash_fwd` over this kernel's: 0.25 to
     1.05 in 13 calls that this rule leaves to `flash_fwd`, 0.88 to 8.4 in 36 others, 1.69 in the geometric mean; as

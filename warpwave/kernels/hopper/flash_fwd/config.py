@@ -91,7 +91,7 @@ def registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     8. An SM has 65,536 registers; the producer's warpgroup, which the widener is part of, counts in full.
 
     With one consumer warpgroup, only the producer requests a number. Triton gives the consumer the rest of the block's
-    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`_register_cap` in host.py), 216 and
+    registers: 255 a thread with one block per SM, 232 with two and 136 with three (`launches._register_cap`), 216 and
     120 beside a widener. With fewer, or with 152 for three warpgroups and 128 keys a step, ptxas made every single
     wgmma wait (head_dim 64).
     """
@@ -227,7 +227,7 @@ def _fits(problem: AttentionProblem, gpu: Gpu, config: Config) -> bool:
     # A thread holds half as many numbers as a row has: scores and out in 32 bits, probabilities in 16. The constants at
     # the end of the sums are estimates of all other registers.
     needed = block_n // 2 + block_n // 4 + width_v // 2 + 40 + block_n // 8 * bias_bytes(problem)
-    if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (split_float32.py)
+    if parts > 1:  # two accumulators of scores, or parts of probabilities and a slice of the product (float32_tiles.py)
         needed = width_v // 2 + max(block_n, parts * block_n // 4 + min(width_v, 64)) + 16
     elif width_v > 320:  # scores and probabilities are never live together (serial.py)
         needed = block_n // 2 + width_v // 2 + 32

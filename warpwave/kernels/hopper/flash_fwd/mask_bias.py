@@ -234,7 +234,7 @@ def scores_in_bits(scores, ahead, tile, place, keys, rules, AT_EDGE: gl.constexp
     The first pass over a block and a pass that only hides values compute all tiles alike, so that a repeated block has
     the same bits. The bias is added in natural units, and the factor to bits is then part of the softmax's fused
     multiply-add. A pass at level FAR adds the bias in bits. The scale is never 0 here, because 0 * -inf is NaN: in 16
-    bits the host passes 2^-100 instead (`_after_schedule` in host.py), in float32 `scaled_rules` bounds it.
+    bits the host passes 2^-100 instead (`launches.after_schedule`), in float32 `scaled_rules` bounds it.
     """
     if not is_added(place):
         return in_bits(scores, tile, place, keys, rules, AT_EDGE)
