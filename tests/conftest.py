@@ -31,20 +31,6 @@ SAMPLED_REFUSALS = 10
 # Of flash_fwd every case of these, of the grid every third, runs without a GPU in `make test`, with one of the data
 # sets or types, in turn: an interpreted call takes a third of a second, and seconds with products of rounded parts.
 IN_TURN = {"test_case_grid[": 3 * len(DATA_SETS), "test_tile_edges[": len(DATA_SETS), "test_retrieval[": 3}
-# Of tests whose calls take seconds (emulated kernels of Hopper, pairs of layouts) a quarter of the cases run in `make
-# test`: of each four, the first to the fourth in turn, so that a last axis of two or four values is met with all.
-SELDOM = dict.fromkeys(
-    (
-        *("test_dropout_on_a_cpu[", "test_float32_on_other_data[", "test_splits_of_a_group[", "test_float32_on_a_cpu["),
-        *("test_a_bias_whose_gradient_is_not_wanted[", "test_nan_of_a_neighbor_stays_there[", "test_masks_on_a_cpu["),
-        *("test_biases_on_a_cpu[", "test_masks_and_biases_on_a_cpu[", "test_every_default_fits["),
-        *("test_tiles_that_a_mask_hides_are_not_visited[", "test_layouts_equal_contiguous[", "test_pairs_of_features["),
-        *("test_the_protocol_on_a_cpu[", "test_float32_with_dropout_on_a_cpu[", "test_a_budget_is_kept["),
-        *("test_every_arithmetic_keeps_its_promise[", "test_steps_that_show_a_pair_are_listed["),
-        "test_heads_that_share_tiles_on_a_cpu[",
-    ),
-    4,
-)
 MAX_SKIPPED = 0.05  # of a kernel's tests; more means that the suite no longer says what it seems to say
 
 
@@ -84,14 +70,17 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             if seen[kernel] % every and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.full)
             seen[kernel] += refused or kernel in SAMPLED
-        in_turn = SELDOM | IN_TURN if kernel == "flash_fwd" else SELDOM
-        test = next((name for name in in_turn if item.name.startswith(name)), None)
-        if test is not None and not item.get_closest_marker("full") and not item.get_closest_marker("gpu"):
+        marked = item.get_closest_marker("one_in")
+        every = marked.args[0] if marked else 1
+        if kernel == "flash_fwd":
+            every = next((n for name, n in IN_TURN.items() if item.name.startswith(name)), every)
+        if every > 1 and not item.get_closest_marker("full") and not item.get_closest_marker("gpu"):
             # What a case takes in turn comes one after another.
-            nth, value = divmod(seen[f"{item.path.name} {test}"], in_turn[test])
-            if value != nth % in_turn[test] and not torch.cuda.is_available():
+            test = item.nodeid.partition("[")[0]
+            nth, value = divmod(seen[test], every)
+            if value != nth % every and not torch.cuda.is_available():
                 item.add_marker(pytest.mark.full)
-            seen[f"{item.path.name} {test}"] += 1
+            seen[test] += 1
 
 
 class KernelAccount:

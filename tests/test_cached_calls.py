@@ -486,13 +486,20 @@ def test_a_row_without_queries_needs_no_evicted_token() -> None:
         )  # which row has queries is not known on the host
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is off")
-def test_a_compiled_call_can_launch() -> None:
-    """Dynamo traces the call piece by piece. It must not trace Triton's interpreter, whose uint64 it cannot compute."""
+def test_a_compiled_call_breaks_the_graph_once() -> None:
+    """Dynamo traces nothing of the host's work, and the parts before and after the call are one graph each."""
     cache, q = two_rows(), tokens(2, 1, 4, 8, seed=5)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
 
     def call(q: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = attention_with_kv_cache(q, cache, rows=[0, 1], kernel="split_kv")
-        return out
+        out: torch.Tensor = attention_with_kv_cache(2 * q, cache, rows=[0, 1])
+        return out + 1
 
-    assert torch.equal(torch.compile(call, backend="eager")(q), call(q))
+    compiled = torch.compile(call, backend=count)
+    assert torch.equal(compiled(q), call(q))
+    assert torch.equal(compiled(-q), call(-q))
+    assert len(graphs) == 2

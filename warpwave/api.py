@@ -272,6 +272,7 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+@cached_calls.outside_graphs
 def attention_with_kv_cache(
     q: torch.Tensor,
     cache: PagedKVCache | CacheLayer,
@@ -362,8 +363,7 @@ def attention_with_kv_cache(
 
     Note:
         Numerics are those of `attention`; partial results of splits are merged in float32, in a fixed order.
-        Results are repeatable bit for bit. The call breaks the graph of torch.compile, once if it is wrapped:
-        `torch.compiler.disable(warpwave.attention_with_kv_cache)`. Otherwise Dynamo traces the checks piece by piece.
+        Results are repeatable bit for bit. torch.compile breaks its graph at this call.
     """
     if not isinstance(q, torch.Tensor):
         raise InvalidType(f"q is a {type(q).__name__}; it must be a torch.Tensor")

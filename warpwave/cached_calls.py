@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -41,6 +41,20 @@ append_kv, split_kv = Family("append_kv"), dispatch.split_kv
 # The largest num_splits of a call: 16 keys in each split of a million. At head_dim_v 128, the partial results of one
 # row then take 34 MB.
 MOST_SPLITS = 65_536
+
+
+OfCall = TypeVar("OfCall", bound=Callable[..., Any])
+
+
+def outside_graphs(call: OfCall) -> OfCall:
+    """Decorates a call at which torch.compile breaks its graph, instead of tracing all that the host does in it."""
+    apart = torch._disable_dynamo(call)  # torch.compiler.disable would import Dynamo now, which takes a second
+
+    @wraps(call)
+    def outside(*arguments: Any, **options: Any) -> Any:
+        return (apart if autograd.is_compiling() else call)(*arguments, **options)
+
+    return outside  # type: ignore[return-value]
 
 
 class Serving(NamedTuple):

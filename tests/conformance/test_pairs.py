@@ -16,6 +16,7 @@ from tests.conformance import cases, harness
 from tests.conformance.cases import LAYOUTS, PLAIN, Call, Case, W, with_operands
 from tests.conformance.gates import ForwardReferences, forward_references, judge_forward
 from tests.conformance.harness import DEVICE, bits, each_kernel
+from tests.marks import one_in
 
 CASE = replace(PLAIN, dtype="bfloat16", dims=(40, 64), heads=(4, 2), batch=3 if harness.ON_GPU else 2, lengths=(67, 90))
 
@@ -35,6 +36,7 @@ def assert_gates(call: Call, references: ForwardReferences, out: torch.Tensor, l
 # Bit for bit ----------------------------------------------------------------------------------------------------------
 
 
+@one_in(4)
 @each_kernel
 @each_lse
 @pytest.mark.parametrize("packed", [False, True])

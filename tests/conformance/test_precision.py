@@ -15,6 +15,7 @@ from tests.conformance.cases import PLAIN, Call
 from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.harness import DEVICE, GPU
 from tests.conformance.harness import KERNELS as KERNELS_BY_NAME
+from tests.marks import one_in
 from warpwave import InvalidInput, InvalidType, UnsupportedProblem, attention, explain, precision
 from warpwave.kernels import flash_fwd
 from warpwave.workbench.explain.advice import computed_in
@@ -45,6 +46,7 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
     return ((out.double() - exact).norm() / exact.norm()).item()
 
 
+@one_in(4)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("data", DATA_SETS)
 @pytest.mark.parametrize(("head_dim", "lengths"), SHAPES, ids=[f"d{d}-{q}x{k}" for d, (q, k) in SHAPES])
@@ -66,6 +68,7 @@ def test_a_budget_is_kept(head_dim: int, lengths: tuple[int, int], data: Data, k
     assert len(set(taken)) >= several, taken
 
 
+@one_in(4)
 @pytest.mark.parametrize("data", DATA_SETS)
 @pytest.mark.parametrize("arithmetic", precision.ARITHMETICS)
 def test_every_arithmetic_keeps_its_promise(arithmetic: str, data: Data) -> None:

@@ -18,6 +18,7 @@ from tests.conformance.test_gradients import BLIND, NAMES
 from tests.conformance.test_poison import Guards
 from tests.conformance.test_probes import retrieval
 from tests.kernels.flash_bwd.calls import ALL, CASE, JOINT, SMALL, differentiate, flash_forward, forward
+from tests.marks import one_in
 from warpwave.kernels import flash_bwd
 from warpwave.kernels.flash_bwd import Config, Tile, host
 from warpwave.operands import Operands
@@ -71,6 +72,7 @@ def check(case: Case, data: Any, config: Config = SMALL, results: Any = None) ->
     assert verdict.passed, f"{case}, {data}: {verdict}"
 
 
+@one_in(4)
 @pytest.mark.parametrize(("nth", "case"), list(enumerate(cases.pairwise(GRID))), ids=str)
 def test_pairs_of_features(nth: int, case: Case) -> None:
     check(case, DATA_SETS[nth % 3])

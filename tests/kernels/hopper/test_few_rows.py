@@ -15,7 +15,7 @@ from tests.conformance import cases
 from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials, split_kv
 from warpwave.kernels.split_kv import few_rows_host as few_rows
@@ -90,6 +90,7 @@ def on_cpu(
     return out, lse
 
 
+@one_in(4)
 @needs_triton
 @pytest.mark.parametrize("name", CALLS)
 def test_the_protocol_on_a_cpu(name: str) -> None:

@@ -14,6 +14,7 @@ from tests.conformance.cases import FEATURES, PLAIN, Call, Case, upstream
 from tests.conformance.datasets import DATA_SETS, Data
 from tests.conformance.gates import OTHER_ORDER, backward_references, judge_backward
 from tests.conformance.harness import DEVICE, GPU, bits
+from tests.marks import one_in
 from warpwave.kernels.hopper import flash_bwd, host
 from warpwave.kernels.hopper.flash_bwd import config as flash_bwd_config
 from warpwave.kernels.hopper.flash_bwd.config import divided_tail, group_splits
@@ -128,6 +129,7 @@ def test_float32_gates(case: Case, data: Data, seed: int) -> None:
     assert verdict.passed, str(verdict)
 
 
+@one_in(4)
 @pytest.mark.parametrize("features", ["full", "causal", "packed"])
 @pytest.mark.parametrize(
     ("dims", "dtype"),

@@ -14,7 +14,7 @@ from tests.conformance.cases import Call
 from tests.conformance.datasets import Data
 from tests.conformance.gates import backward_references, judge_backward
 from tests.kernels.hopper.gradients_on_cpu import CALLS, CPU, DROPPED, H200, SHORT, judge, on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.kernels.hopper import flash_bwd
 from warpwave.workbench.verify.reference import Gradients, oracle
 
@@ -51,6 +51,7 @@ def judge_parts(call: Call, dout: Tensor, dlse: Tensor | None) -> Gradients:
 SOME = ("causal", "window", "packed window")
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("dims", "features"),
     [
@@ -65,6 +66,7 @@ def test_float32_on_a_cpu(features: str, dims: tuple[int, int]) -> None:
     judge_parts(call, dout, dlse if features != "full" else None)
 
 
+@one_in(4)
 @pytest.mark.parametrize("data", ["sharp", "low"])
 @pytest.mark.parametrize("features", ["full", *SOME])
 def test_float32_on_other_data(features: str, data: Data) -> None:
@@ -72,6 +74,7 @@ def test_float32_on_other_data(features: str, data: Data) -> None:
     judge_parts(call, *upstream(call))
 
 
+@one_in(4)
 @pytest.mark.parametrize("features", DROPPED)
 def test_float32_with_dropout_on_a_cpu(features: str) -> None:
     """With NaN in rows that see nothing or that nothing sees, where tiles begin."""
@@ -90,6 +93,7 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(6)
 @pytest.mark.parametrize("dims", [(64, 40), (128, 128), (59, 111)], ids=str)
 @pytest.mark.parametrize("of_unseen", [torch.nan, 1e30])
 @pytest.mark.parametrize("features", MASKED)

@@ -14,7 +14,7 @@ from tests.conformance.cases import Call
 from tests.conformance.gates import backward_references
 from tests.kernels.hopper import gluon_on_cpu
 from tests.kernels.hopper.gradients_on_cpu import CPU, SHORT, judge, on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.problem import LARGEST_BIAS
 from warpwave.workbench.verify.reference import oracle
 
@@ -35,6 +35,7 @@ MASKED: dict[str, dict[str, Any]] = {
 UNSEEN = [torch.nan, 60000.0]
 
 
+@one_in(6)
 @pytest.mark.parametrize(
     ("dims", "config", "deterministic"),
     [((192, 128), -1, True), ((64, 40), 0, False), ((32, 32), 0, True), ((128, 80), 0, True)],
@@ -145,6 +146,7 @@ def test_tiles_that_a_mask_hides_are_not_walked(of_head: bool, monkeypatch: pyte
     assert sum(walked) == 2 * sum(steps)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "dims"),
     [*((name, (64, 40)) for name in BIASED), *((name, (256, 256)) for name in list(BIASED)[:2]),
@@ -155,6 +157,7 @@ def test_biases_on_a_cpu(name: str, dims: tuple[int, int]) -> None:
     judge(biased(name, dims))
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "dims", "config", "deterministic"),
     [
@@ -170,6 +173,7 @@ def test_a_bias_whose_gradient_is_not_wanted(
     judge(biased(name, dims), more=False, config=config, deterministic=deterministic)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     "name", ["each score", "keys, causal", "each score, keys from an odd one on", "one for the heads, mask"]
 )

@@ -12,7 +12,7 @@ from tests.conformance import cases, harness
 from tests.conformance.datasets import Data
 from tests.conformance.gates import backward_references, judge_backward
 from tests.kernels.hopper.gradients_on_cpu import CALLS, CPU, DROPPED, H200, SHORT, judge, on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.kernels import dropout
 from warpwave.kernels.hopper import flash_bwd, host
 from warpwave.kernels.hopper.flash_bwd import config as flash_bwd_config
@@ -29,6 +29,7 @@ def ascends_wherever_it_can(problem: AttentionProblem, config: flash_bwd.Config)
     return problem.deterministic and has_high and not is_broad(problem)
 
 
+@one_in(8)
 @pytest.mark.parametrize(
     ("dims", "config", "deterministic"),
     [
@@ -57,6 +58,7 @@ def test_the_protocol_on_a_cpu(
     assert verdict.passed, str(verdict)
 
 
+@one_in(2)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize(
     ("features", "ascends"),
@@ -75,6 +77,7 @@ def test_sums_in_any_order_are_those_in_order(
     assert harness.bits(*one[:3]) == harness.bits(*other[:3])
 
 
+@one_in(4)
 @pytest.mark.parametrize(("dims", "config"), [((64, 24), 0), ((128, 128), 0), ((40, 64), 1), ((192, 128), 0)], ids=str)
 @pytest.mark.parametrize("features", DROPPED)
 def test_dropout_on_a_cpu(features: str, dims: tuple[int, int], config: int) -> None:
@@ -119,6 +122,7 @@ def test_nan_of_a_call_without_a_visible_pair_goes_nowhere(config: int, dtype: s
         assert got.dsinks is not None and got.dsinks.tolist() == [q[..., 0, 0].numel()] * 2  # all of the log-sum-exp
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("dims", "config", "dtype"),
     [
@@ -152,6 +156,7 @@ def test_nan_of_a_neighbor_stays_there(
 # Query heads of a group in several blocks ----------------------------------------------------------------------------
 
 
+@one_in(8)
 @pytest.mark.parametrize(("config", "dtype"), [(0, "float16"), (1, "float16"), (0, "float32:default")])
 @pytest.mark.parametrize(("group", "splits"), [(4, 4), (4, 2), (5, 3), (3, 1)])
 @pytest.mark.parametrize(

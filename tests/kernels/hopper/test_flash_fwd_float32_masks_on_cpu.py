@@ -11,7 +11,7 @@ import torch
 from tests.conformance import cases, harness
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper.test_flash_fwd_on_cpu import CPU, H200, SHORT, on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.kernels.hopper import flash_fwd
 
 pytestmark = needs_triton
@@ -32,6 +32,7 @@ FLOAT32 = {
 }
 
 
+@one_in(5)
 @pytest.mark.parametrize("kind", FLOAT32)
 @pytest.mark.parametrize("features", MASKED)
 def test_float32_under_masks_on_a_cpu(features: str, kind: str) -> None:

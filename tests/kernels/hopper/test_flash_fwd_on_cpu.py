@@ -16,7 +16,7 @@ from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.conformance.paged import PagedCase
 from tests.kernels.hopper import gluon_on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave import PagedKVCache, precision
 from warpwave.gpu import Gpu
 from warpwave.kernels import append_kv, dropout, quantize_tensor
@@ -129,6 +129,7 @@ KINDS: dict[str, tuple[str, tuple[int, int], flash_fwd.Config]] = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("features", CALLS)
 def test_the_protocol_on_a_cpu(features: str, kind: str) -> None:
@@ -154,6 +155,7 @@ OF_GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("kind", TOGETHER)
 @pytest.mark.parametrize("features", OF_GROUPS)
 def test_heads_that_share_tiles_on_a_cpu(features: str, kind: str) -> None:
@@ -175,6 +177,7 @@ SPLIT: dict[str, tuple[str, tuple[int, int], tuple[int, int], flash_fwd.Config]]
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("kind", SPLIT)
 @pytest.mark.parametrize("features", OF_GROUPS)
 def test_split_keys_on_a_cpu(features: str, kind: str) -> None:
@@ -192,6 +195,7 @@ FROM_PAGES: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(5)
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize("features", FROM_PAGES)
 @pytest.mark.parametrize(
@@ -210,6 +214,7 @@ def test_pages_on_a_cpu(dims: tuple[int, int], config: flash_fwd.Config, feature
     gate_pages(PagedCase(page_size, "bfloat16", dims, (4, 2), max_seqlen_k=256, **FROM_PAGES[features]), config)
 
 
+@one_in(4)
 @pytest.mark.parametrize("features", FROM_PAGES)
 @pytest.mark.parametrize(
     ("dtype", "cache", "page_size", "dims", "config"),
@@ -392,6 +397,7 @@ DROPPED: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("dims", "config"),
     [((64, 40), flash_fwd.Config(192, 128, 3)), ((256, 256), flash_fwd.Config(128, 64, 2))],
@@ -451,6 +457,7 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(192, 128, 3)], ids=str)
 @pytest.mark.parametrize("features", MASKED)
 def test_masks_and_biases_on_a_cpu(features: str, config: flash_fwd.Config) -> None:
@@ -475,6 +482,7 @@ def test_masks_and_biases_on_a_cpu(features: str, config: flash_fwd.Config) -> N
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@one_in(4)
 @pytest.mark.parametrize("config", [flash_fwd.Config(128, 64, 2), flash_fwd.Config(64, 128, 2, 2)], ids=str)
 @pytest.mark.parametrize("causal", ["", "bottom_right"])
 def test_tiles_that_a_mask_hides_are_not_visited(causal: str, config: flash_fwd.Config) -> None:

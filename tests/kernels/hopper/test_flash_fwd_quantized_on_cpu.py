@@ -15,7 +15,7 @@ from tests.conformance.cases import Call, Case
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from tests.kernels.hopper.test_flash_fwd_on_cpu import MODULES
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.kernels import quantize_tensor
@@ -95,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_protocol_on_a_cpu(name: str) -> None:
     gate(cases.build(replace(PLAIN, **CASES[name]), "normal", CPU))
@@ -200,6 +201,7 @@ def with_nan_where_unseen(call: Call) -> Any:
     return call.operands._replace(v=v)
 
 
+@one_in(4)
 @pytest.mark.parametrize("block", [0, 64, 128])
 @pytest.mark.parametrize("causal", ["", "bottom_right"])
 def test_every_default_fits(causal: str, block: int) -> None:

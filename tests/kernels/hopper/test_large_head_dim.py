@@ -14,7 +14,7 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
 from tests.kernels.hopper.test_flash_fwd import hopper
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave import UnsupportedProblem, attention
 from warpwave.cached_calls import operands_without_memory
 from warpwave.gpu import CPU, Gpu
@@ -61,6 +61,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(4)
 @needs_triton
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("features", CALLS)

@@ -14,7 +14,7 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.gpu import Gpu
 from warpwave.kernels import partials
 from warpwave.kernels.groups import Pages, Window
@@ -98,6 +98,7 @@ def of_latent(features: dict[str, Any], data: Data) -> cases.Call:
     return cases.build(replace(LATENT, **features), data, torch.device("cpu"))
 
 
+@one_in(4)
 @needs_triton
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(("features", "data"), [(f, "sharp" if i % 2 else "normal") for i, f in enumerate(CALLS)])
@@ -126,6 +127,7 @@ MANY_ROWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@one_in(4)
 @needs_triton
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(("features", "data"), [(f, "sharp" if i % 2 else "normal") for i, f in enumerate(MANY_ROWS)])
@@ -139,6 +141,7 @@ def test_the_protocol_of_many_rows_on_a_cpu(features: str, data: Data, num_split
     assert verdict.passed, str(verdict)
 
 
+@one_in(4)
 @needs_triton
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
@@ -163,6 +166,7 @@ def test_pages_that_lie_in_no_order(rows: int, page_size: int, num_splits: int) 
         assert torch.equal(lse[b], of_lse[0]), b
 
 
+@one_in(2)
 @needs_triton
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("mask", [{"causal": "bottom_right", "sinks": True}, {"window": (90, 0)}, {}], ids=str)

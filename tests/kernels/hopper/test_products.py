@@ -18,7 +18,7 @@ from tests.conformance.cases import PLAIN
 from tests.conformance.datasets import Data
 from tests.conformance.gates import forward_references, judge_forward
 from tests.kernels.hopper import gluon_on_cpu
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.gpu import Gpu
 from warpwave.kernels.three_kernel import hopper_host as three_kernel_hopper
 from warpwave.kernels.three_kernel.plan import Config, allocate_workspace, key_tiles_before, least_bytes, plan
@@ -102,6 +102,7 @@ def _threads(launched: Any, roles: Any, maps: Any, pointers: Any, buffers: Any, 
     return [*threads, partial(roles.values_producer, first, second, ring, chunk, has_high)]
 
 
+@one_in(4)
 @needs_triton
 @pytest.mark.parametrize(("features", "data"), [(f, "sharp" if i % 2 else "normal") for i, f in enumerate(CALLS)])
 def test_the_protocol_on_a_cpu(features: str, data: Data) -> None:

@@ -85,16 +85,16 @@ def sixteen_bit_layout(tensor_map):
 
 
 @jit
-def barriers(COUNT: gl.constexpr):
-    """Allocates COUNT barriers."""
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocates COUNT barriers, of ARRIVALS each. `fence_async_shared` must follow before TMA arrives at one.
 
-
-@jit
-def init_barriers(allocated, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initializes COUNT barriers, of ARRIVALS each."""
+    A barrier that nothing uses must not be allocated: its memory is reused as scratch while it still holds a barrier's
+    bits, which once made the first tile of 5 % of launches garbage.
+    """
+    allocated = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(allocated.index(i), count=ARRIVALS)
+    return allocated
 
 
 @constexpr_function
@@ -118,11 +118,11 @@ def present(first, second, third):
 
 
 @jit
-def ring_init(ring, CONSUMERS: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Initializes the barriers; a tile is complete after ARRIVALS, and `CONSUMERS` hand it back."""
-    for i in gl.static_range(ring.stages):
-        mbarrier.init(ring.full.index(i), count=ARRIVALS)
-        mbarrier.init(ring.empty.index(i), count=CONSUMERS)
+def ring_of(
+    pieces, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr = 1, ARRIVALS: gl.constexpr = 1
+):  # fmt: skip
+    """Returns a ring of allocated pieces: a tile is complete after ARRIVALS, and `CONSUMERS` hand it back."""
+    return Ring(pieces, barriers(STAGES, ARRIVALS), barriers(STAGES, CONSUMERS), STAGES, PARTS)
 
 
 @jit

@@ -14,7 +14,8 @@ and the program that draws the last number resets the counter to 0.
 
 from warpwave.kernels.groups import Pages
 from warpwave.kernels.hopper.pages import length_of, table_row_of
-from warpwave.runtime.gluon_or_stub import aggregate, constexpr_function, gl, jit, mbarrier
+from warpwave.kernels.hopper.parts import barriers
+from warpwave.runtime.gluon_or_stub import aggregate, gl, jit, mbarrier
 
 # Words of a message about a tile, in shared memory.
 TILE = gl.constexpr(0)
@@ -68,6 +69,14 @@ class Work:
 
 
 @jit
+def mailbox(READERS: gl.constexpr, REPEATS: gl.constexpr = False):
+    """Allocates a mailbox of one writer; REPEATS: with the words of blocks that may be repeated."""
+    WORDS_OF_BOX: gl.constexpr = 2 * WORDS + (WORDS_OF_REPEATS if REPEATS else 0)
+    words = gl.allocate_shared_memory(gl.int32, [WORDS_OF_BOX, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Mailbox(words, barriers(2, 1), barriers(2, READERS))
+
+
+@jit
 def _write(box, n, WORD: gl.constexpr, value):
     word = box.words.index((n & 1) * WORDS + WORD)
     word.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -92,6 +101,13 @@ def post(box, n, work, IS_VARLEN: gl.constexpr):
         _write(box, n, K_BEGIN, work.k_begin)
         _write(box, n, SEQLEN_K, work.seqlen_k)
     mbarrier.arrive(box.full.index(n & 1), count=1)
+
+
+@jit
+def post_end(box, n, IS_VARLEN: gl.constexpr):
+    """Writes, as message n, that no work is left."""
+    zero = gl.to_tensor(0)
+    post(box, n, Work(gl.to_tensor(NO_MORE), zero, zero, zero, zero, zero, zero), IS_VARLEN)
 
 
 @jit
@@ -142,12 +158,6 @@ def read(box, n, seqlen_q, seqlen_k, IS_VARLEN: gl.constexpr, WARPS: gl.constexp
 def discard(box, n):
     """Signals that message n was read."""
     mbarrier.arrive(box.empty.index(n & 1), count=1)
-
-
-@constexpr_function
-def words_of(repeats):
-    """Returns the number of words of a mailbox; blocks that may be repeated need more."""
-    return 2 * int(WORDS) + (int(WORDS_OF_REPEATS) if repeats else 0)
 
 
 @jit

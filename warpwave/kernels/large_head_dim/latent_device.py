@@ -23,7 +23,7 @@ cores do in that time. Shared memory is written once and read twice, half of its
 
 from warpwave.kernels.groups import Pages, Partials, Window
 from warpwave.kernels.hopper.large_head_dim.roles import Chunks, chunk, hand_back
-from warpwave.kernels.hopper.parts import LOG2_E, accumulator_layout, barriers, init_barriers, matrix, wait_full
+from warpwave.kernels.hopper.parts import LOG2_E, accumulator_layout, barriers, matrix, wait_full
 from warpwave.kernels.hopper.softmax import natural_lse, softmax_of_columns, state_with_sink
 from warpwave.kernels.large_head_dim.latent_keys import (
     BOX,
@@ -178,14 +178,9 @@ def latent_decode_kernel(
     boxes = gl.allocate_shared_memory(k_map.dtype, [STAGES, KEYS, BOX], box_layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     p_tile = gl.allocate_shared_memory(k_map.dtype, [KEYS, HEADS], p_layout)
-    q_full = barriers(1)
-    full = barriers(STAGES)
-    empty = barriers(STAGES)
-    init_barriers(q_full, 1, 1)
-    init_barriers(full, STAGES, 1)
-    init_barriers(empty, STAGES, 1)
+    q_full = barriers(1, 1)
+    ring = Chunks(boxes, barriers(STAGES, 1), barriers(STAGES, 1), STAGES)
     fence_async_shared()
-    ring = Chunks(boxes, full, empty, STAGES)
     meet_neighbors(128)
     split = gl.program_id(0) % partials.num_splits
     batch = gl.program_id(0) // partials.num_splits

@@ -43,7 +43,6 @@ from warpwave.kernels.hopper.parts import (
     ROWS,
     accumulator_layout,
     barriers,
-    init_barriers,
     like,
     matrix,
     wait_full,
@@ -310,23 +309,12 @@ def latent_rows_kernel(
     beside = gl.allocate_shared_memory(k_map.dtype, [TILES, KEYS, BOX], tile_layout)
     p_tile = gl.allocate_shared_memory(k_map.dtype, [ROWS, KEYS], tile_layout)
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = barriers(1)
-    p_full = barriers(1)
-    p_empty = barriers(1)
-    full = barriers(TILES * PIECES)
-    empty = barriers(TILES * PIECES)
-    rest_full = barriers(TILES)
-    rest_empty = barriers(TILES)
-    init_barriers(q_full, 1, 1)
-    init_barriers(p_full, 1, 1)
-    init_barriers(p_empty, 1, 2)
-    init_barriers(full, TILES * PIECES, 1)
-    init_barriers(empty, TILES * PIECES, 2)
-    init_barriers(rest_full, TILES, 1)
-    init_barriers(rest_empty, TILES, 1)
+    q_full = barriers(1, 1)
+    p_full = barriers(1, 1)
+    p_empty = barriers(1, 2)
+    ring = Chunks(pieces, barriers(TILES * PIECES, 1), barriers(TILES * PIECES, 2), TILES * PIECES)
+    rest = Chunks(beside, barriers(TILES, 1), barriers(TILES, 1), TILES)
     fence_async_shared()
-    ring = Chunks(pieces, full, empty, TILES * PIECES)
-    rest = Chunks(beside, rest_full, rest_empty, TILES)
     meet_neighbors(128)
     tile = tile_of(sequences, num_heads, partials.num_splits)
     first_query, last_query = queries_of_tile(tile, num_heads)

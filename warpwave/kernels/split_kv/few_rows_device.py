@@ -29,6 +29,7 @@ from warpwave.kernels.hopper.parts import (
     LOG2_E,
     accumulator_layout,
     arrive_alone,
+    barriers,
     matrix,
     tanh,
     tile_bytes,
@@ -443,18 +444,9 @@ def few_rows_kernel(
     q_tiles = gl.allocate_shared_memory(k_map.dtype, [BOXES, ROWS, BOX], q_layout)
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * ROWS, element_bitwidth=16, rank=2)
     p_tile = gl.allocate_shared_memory(k_map.dtype, [call_options.KEYS, ROWS], p_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=1)
+    k_ring = Tiles(k_tiles, barriers(STAGES, 1), barriers(STAGES, 1), STAGES, BOXES)
+    v_ring = Tiles(v_tiles, barriers(STAGES, 1), barriers(STAGES, 1), STAGES, V_BOXES)
     fence_async_shared()
-    k_ring = Tiles(k_tiles, k_full, k_empty, STAGES, BOXES)
-    v_ring = Tiles(v_tiles, v_full, v_empty, STAGES, V_BOXES)
     pid = gl.program_id(0)
     head = pid % num_heads_kv
     split = pid // num_heads_kv % partials.num_splits

@@ -21,7 +21,7 @@ Bound: tensor cores and L2, 85 FLOP for each byte of operands.
 
 # No postponed annotations: Gluon checks an aggregate's fields against its annotations.
 
-from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, exp2, like, matrix
+from warpwave.kernels.hopper.parts import ROWS, accumulator_layout, barriers, exp2, like, matrix
 from warpwave.kernels.hopper.split_float32 import wait_for_launch_before
 from warpwave.kernels.three_kernel.hopper_tiles import (
     BLOCK_M,
@@ -70,13 +70,9 @@ def make_ring(a_map, b_map):
     """Allocates shared memory in the maps' layouts, and barriers for hand-backs by two warpgroups."""
     a = gl.allocate_shared_memory(a_map.dtype, [2 * STAGES] + a_map.block_type.shape, a_map.layout)
     b = gl.allocate_shared_memory(b_map.dtype, [STAGES] + b_map.block_type.shape, b_map.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    ring = Ring(a, b, barriers(STAGES, 1), barriers(STAGES, 2))
     fence_async_shared()
-    return Ring(a, b, full, empty)
+    return ring
 
 
 @jit

@@ -340,44 +340,32 @@ def dkv_kernel(
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(call_options, of_call(dropout))
     heads = heads_of_call(schedule, call_options)
-    words: gl.constexpr = scheduler.words_of(False)
-    box = scheduler.Mailbox(
-        gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
-    )
     p = gl.allocate_shared_memory(
         gl.float32, [2, 1, 1, call_options.BLOCK_N, call_options.BLOCK_M], gl.NVMMASharedLayout(128, 32, 4)
     )
     bias_maps = ()
     bias_tiles = p
+    p_empty = barriers(2, 1)
+    box = scheduler.mailbox(GROUPS)
     bias_full = box.full
     if call_options.BIAS == "cells":
         bias_maps = (bias_map,)
         count: gl.constexpr = as_stages_of_p(p, bias_map)
         bias_tiles = reinterpret(p, bias_map.dtype, [count] + bias_map.block_type.shape, bias_map.layout)
-        bias_full = barriers(2)
-    p_empty = barriers(2)
+        bias_full = barriers(2, 1)
     tiles = Tiles(
         buffers(k_maps, 1),
         buffers(v_maps, 1),
-        barriers(1),
-        barriers(1),
+        barriers(1, 1),
+        barriers(1, GROUPS),
         stream_of(q_maps, lse_map, STAGES, GROUPS),
         stream_of(dout_maps, delta_map, STAGES, GROUPS),
         p,
-        barriers(2),
+        barriers(2, 1),
         p_empty,
         Bias(bias, bias_maps, (), bias_tiles, bias_full, p_empty),
         box,
     )
-    mbarrier.init(tiles.full.index(0), count=1)
-    mbarrier.init(tiles.empty.index(0), count=GROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(tiles.p_full.index(i), count=1)
-        mbarrier.init(tiles.p_empty.index(i), count=1)
-        if call_options.BIAS == "cells":
-            mbarrier.init(bias_full.index(i), count=1)
-        mbarrier.init(box.full.index(i), count=1)
-        mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
     results = Results(gradients, present(dk_map, dk_map_2, dk_map_3), present(dv_map, dv_map_2, dv_map_3))
     seqlen_q = schedule.seqlen_k

@@ -510,12 +510,7 @@ def joint_kernel(
     for i in gl.static_range(len(DQ_SHARES[0])):
         of_piece = gl.allocate_shared_memory(gl.float32, [GROUPS, lines_of(DQ_SHARES[0], i), LINE], dq_map.layout)
         dq = dq + (of_piece,)
-    words: gl.constexpr = scheduler.words_of(False)
-    box = scheduler.Mailbox(
-        gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        barriers(2),
-        barriers(2),
-    )
+    box = scheduler.mailbox(READERS)
     bias_maps = ()
     bias_tiles = queries.statistics
     bias_full = box.full
@@ -523,35 +518,25 @@ def joint_kernel(
     if call_options.BIAS == "cells":
         bias_maps = (bias_map,)
         bias_tiles = buffers(bias_maps, 1)[0]
-        bias_full = barriers(1)
-        bias_empty = barriers(1)
-        mbarrier.init(bias_full.index(0), count=1)
-        mbarrier.init(bias_empty.index(0), count=GROUPS)
+        bias_full = barriers(1, 1)
+        bias_empty = barriers(1, GROUPS)
     tiles = Tiles(
         buffers(k_maps, 1),
         buffers(v_maps, 1),
-        barriers(1),
-        barriers(1),
+        barriers(1, 1),
+        barriers(1, GROUPS),
         queries,
         dout,
         gl.allocate_shared_memory(dtype, [call_options.BLOCK_M // 16, 1, 1, 64, 64], gl.NVMMASharedLayout(128, 16, 4)),
         Bias(bias, bias_maps, (), bias_tiles, bias_full, bias_empty),
         dq,
-        barriers(ADDERS * GROUPS),
-        barriers(GROUPS),
+        barriers(ADDERS * GROUPS, 1),
+        barriers(GROUPS, 1),
         box,
         DQ_SHARES,
         PIECES,
         PIECES_V,
     )
-    mbarrier.init(tiles.full.index(0), count=1)
-    mbarrier.init(tiles.empty.index(0), count=GROUPS)
-    for i in gl.static_range(ADDERS * GROUPS):
-        mbarrier.init(tiles.dq_full.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(tiles.dq_empty.index(i), count=1)
-        mbarrier.init(box.full.index(i), count=1)
-        mbarrier.init(box.empty.index(i), count=READERS)
     fence_async_shared()
     results = Results(gradients, present(dk_map, None, None), present(dv_map, None, None))
     HAS_PARTS: gl.constexpr = has_parts(gradients.dk_ptr, k_maps, rules)

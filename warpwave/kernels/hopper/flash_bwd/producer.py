@@ -93,9 +93,7 @@ def producer(
                 load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row + down, line)
                 n += 1
             messages += 1
-    zero = gl.to_tensor(0)
-    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
-    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+    scheduler.post_end(tiles.box, messages, rules.IS_VARLEN)
 
 
 @jit

@@ -160,9 +160,7 @@ def producer(maps, mask: Mask, tiles, offsets: KeyGradients, schedule: KeySchedu
                 load_rows(tiles.dout, dout_maps, delta_map, n, batch, head, row, line)
                 n += 1
             messages += 1
-    zero = gl.to_tensor(0)
-    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
-    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+    scheduler.post_end(tiles.box, messages, rules.IS_VARLEN)
 
 
 # The consumers --------------------------------------------------------------------------------------------------------
@@ -373,29 +371,18 @@ def split_dkv_kernel(
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(call_options, of_call(dropout))
     heads = heads_of_call(schedule, call_options)
-    words: gl.constexpr = scheduler.words_of(False)
-    box = scheduler.Mailbox(
-        gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
-    )
     tiles = Tiles(
         buffers(k_maps, PARTS),
         buffers(v_maps, PARTS),
-        barriers(1),
-        barriers(1),
+        barriers(1, 1),
+        barriers(1, GROUPS),
         stream_of(q_maps, lse_map, STAGES, GROUPS, PARTS),
         stream_of(dout_maps, delta_map, STAGES, GROUPS, PARTS),
         gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, ROWS], gl.NVMMASharedLayout(128, 32, 4)),
-        barriers(2),
-        barriers(2),
-        box,
+        barriers(2, 1),
+        barriers(2, 1),
+        scheduler.mailbox(GROUPS),
     )
-    mbarrier.init(tiles.full.index(0), count=1)
-    mbarrier.init(tiles.empty.index(0), count=GROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(tiles.p_full.index(i), count=1)
-        mbarrier.init(tiles.p_empty.index(i), count=1)
-        mbarrier.init(box.full.index(i), count=1)
-        mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
     given = Given(gradients, units_ptr)
     seqlen_q = schedule.seqlen_k

@@ -58,7 +58,7 @@ from warpwave.kernels.hopper.parts import (
     like,
     load_tile,
     present,
-    ring_init,
+    ring_of,
     skip,
     tile_bytes,
     wait_full,
@@ -161,9 +161,7 @@ def producer(maps, mask: Mask, tiles, offsets: OfQueries, schedule: Schedule, co
                 n += 1
             messages += 1
         t = scheduler.draw(counter_ptr, schedule.num_tiles)
-    zero = gl.to_tensor(0)
-    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
-    scheduler.post(tiles.box, messages, none, rules.IS_VARLEN)
+    scheduler.post_end(tiles.box, messages, rules.IS_VARLEN)
 
 
 @jit
@@ -357,26 +355,15 @@ def split_dq_kernel(
     v_maps = present(v_map, v_map_2, v_map_3)
     dout_maps = present(dout_map, dout_map_2, dout_map_3)
     rules = Rules(call_options, of_call(dropout))
-    words: gl.constexpr = scheduler.words_of(False)
-    box = scheduler.Mailbox(
-        gl.allocate_shared_memory(gl.int32, [words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), barriers(2), barriers(2)
-    )
     tiles = Tiles(
         buffers(q_maps, GROUPS * PARTS),
         buffers(dout_maps, GROUPS * PARTS),
-        barriers(GROUPS),
-        barriers(GROUPS),
-        Ring(buffers(k_maps, STAGES * PARTS), barriers(STAGES), barriers(STAGES), STAGES, PARTS),
-        Ring(buffers(v_maps, STAGES_V * PARTS), barriers(STAGES_V), barriers(STAGES_V), STAGES_V, PARTS),
-        box,
+        barriers(GROUPS, 1),
+        barriers(GROUPS, 1),
+        ring_of(buffers(k_maps, STAGES * PARTS), STAGES, GROUPS, PARTS),
+        ring_of(buffers(v_maps, STAGES_V * PARTS), STAGES_V, GROUPS, PARTS),
+        scheduler.mailbox(GROUPS),
     )
-    ring_init(tiles.keys, GROUPS)
-    ring_init(tiles.values, GROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(tiles.full.index(i), count=1)
-        mbarrier.init(tiles.empty.index(i), count=1)
-        mbarrier.init(box.full.index(i), count=1)
-        mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
     place = Place(of_queries, of_parts, schedule.num_heads, schedule.group_size, schedule.seqlen_q)
     maps = q_maps, k_maps, v_maps, dout_maps

@@ -12,12 +12,11 @@ from warpwave.kernels.hopper.parts import (
     LOG2_E,
     ROWS,
     Ring,
-    barriers,
     buffers,
     exp2,
     load_tile,
     matrix,
-    ring_init,
+    ring_of,
     tanh,
     wait_full,
     zero_accumulator,
@@ -128,9 +127,8 @@ class Stream:
 
 @jit
 def stream_of(maps, statistic_map, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr = 1):
-    """Allocates a stream and prepares its barriers; `CONSUMERS` groups hand each tile back."""
-    ring = Ring(buffers(maps, STAGES * PARTS), barriers(STAGES), barriers(STAGES), STAGES, PARTS)
-    ring_init(ring, CONSUMERS)
+    """Allocates a stream; `CONSUMERS` groups hand each tile back."""
+    ring = ring_of(buffers(maps, STAGES * PARTS), STAGES, CONSUMERS, PARTS)
     shape: gl.constexpr = [STAGES] + statistic_map.block_type.shape
     return Stream(ring, gl.allocate_shared_memory(gl.float32, shape, statistic_map.layout))
 

@@ -45,16 +45,15 @@ from warpwave.kernels.hopper.flash_fwd.widener import (
 )
 from warpwave.kernels.hopper.groups import Dropout, KeyDescaleStrides, QDescaleStrides, Queries, Schedule, Splits
 from warpwave.kernels.hopper.parts import (
-    Ring,
     barriers,
     buffers,
     present,
-    ring_init,
+    ring_of,
     wide_buffers,
 )
 from warpwave.kernels.hopper.token_factors import token_factors
 from warpwave.kernels.hopper.visible import Options, Rules
-from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, mbarrier, warp_specialize
+from warpwave.runtime.gluon_or_stub import fence_async_shared, gl, jit, warp_specialize
 
 
 @jit
@@ -151,31 +150,23 @@ def hopper_flash_fwd_kernel(
             bias_maps = (bias_map,)
             bias_tiles = buffers(bias_maps, STAGES * GROUPS)
         beside = Beside(mask_and_bias, bias_maps, bias_tiles[0])
-    k_full = barriers(STAGES)
-    v_full = barriers(STAGES)
     if NARROW_STAGES > 0:
         k_tiles = wide_buffers(k_maps, gl.float16, STAGES, call_options.BLOCK_N)
         v_tiles = wide_buffers(v_maps, gl.float16, STAGES, call_options.BLOCK_N)
     else:
         k_tiles = buffers(k_maps, STAGES * PARTS, call_options.BLOCK_N)
         v_tiles = buffers(v_maps, STAGES * PARTS, call_options.BLOCK_N)
-    k_ring = Ring(k_tiles, k_full, barriers(STAGES), STAGES, PARTS)
-    v_ring = Ring(v_tiles, v_full, barriers(STAGES), STAGES, PARTS)
+    k_ring = ring_of(k_tiles, STAGES, GROUPS, PARTS, arrivals_of_keys(factors))
+    v_ring = ring_of(v_tiles, STAGES, GROUPS, PARTS)
     out_tiles = q_tiles
     if call_options.OWN_OUT and has_out_maps:
         if len(out_maps) > len(v_maps):  # out is stored in two halves
             out_tiles = buffers((out_maps[0],), GROUPS)
         else:
             out_tiles = buffers(out_maps, GROUPS)
-    # Every allocated barrier must be used. Otherwise its memory is reused as scratch while it still holds a barrier's
-    # bits; this made the first drawn tile garbage in 5 % of launches.
-    q_full = barriers(GROUPS)
-    q_empty = barriers(GROUPS)
-    many_words: gl.constexpr = scheduler.words_of(is_added(beside))
-    words = gl.allocate_shared_memory(gl.int32, [many_words, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    box = scheduler.Mailbox(words, barriers(2), barriers(2))
-    ring_init(k_ring, GROUPS, arrivals_of_keys(factors))
-    ring_init(v_ring, GROUPS)
+    q_full = barriers(GROUPS, 1)
+    q_empty = barriers(GROUPS, 1)
+    box = scheduler.mailbox(GROUPS, is_added(beside))
     k_source = k_ring  # what the producer fills
     v_source = v_ring
     of_widener = ()
@@ -183,14 +174,7 @@ def hopper_flash_fwd_kernel(
         k_source = narrow_ring(k_maps, NARROW_STAGES, call_options.BLOCK_N, 2 if TOKEN_FACTORS else 1)
         v_source = narrow_ring(v_maps, NARROW_STAGES, call_options.BLOCK_N, 1)
         of_widener = Widener(k_source, v_source, k_ring, v_ring, unknown_end(), factors if TOKEN_FACTORS else ())
-    for g in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(g), count=1)
-        mbarrier.init(q_empty.index(g), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(box.full.index(i), count=1)
-        mbarrier.init(box.empty.index(i), count=GROUPS)
     fence_async_shared()
-
     of_producer = Producer(
         q_maps, k_maps, v_maps, q_tiles, q_full, q_empty, k_source, v_source, box, rules, beside, of_widener
     )

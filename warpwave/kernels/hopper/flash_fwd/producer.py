@@ -125,13 +125,7 @@ def producer(role, queries: Queries, schedule: Schedule, pages: Pages, splits: S
         else:
             t = scheduler.draw(counter_ptr, schedule.num_tiles)
     announce_end(role.widener, n)
-    zero = gl.to_tensor(0)
-    scheduler.post(
-        box,
-        messages,
-        scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero),
-        rules.IS_VARLEN,
-    )
+    scheduler.post_end(box, messages, rules.IS_VARLEN)
 
 
 @jit

@@ -14,12 +14,11 @@ The producer has one warp of a warpgroup, and the widener two of the others, whi
 from warpwave.kernels.hopper.parts import (
     Ring,
     arrive_alone,
-    barriers,
     buffers,
     is_a,
     make_room,
     matrix,
-    ring_init,
+    ring_of,
     wait_full,
 )
 from warpwave.kernels.hopper.rows import row_vectors
@@ -62,9 +61,7 @@ class Widener:
 @jit
 def narrow_ring(maps, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, ARRIVALS: gl.constexpr):
     """Allocates a ring of 8-bit tiles, which one role empties; a tile is complete after ARRIVALS of the producer."""
-    ring = Ring(buffers(maps, STAGES, BLOCK_N), barriers(STAGES), barriers(STAGES), STAGES, 1)
-    ring_init(ring, 1, ARRIVALS)
-    return ring
+    return ring_of(buffers(maps, STAGES, BLOCK_N), STAGES, 1, ARRIVALS=ARRIVALS)
 
 
 @jit

@@ -36,7 +36,7 @@ from warpwave.kernels.hopper.large_head_dim.config import (
     v_chunks_of,
     v_stages_of,
 )
-from warpwave.kernels.hopper.parts import barriers, init_barriers
+from warpwave.kernels.hopper.parts import barriers
 from warpwave.kernels.hopper.visible import Rules
 from warpwave.operands import Operands
 from warpwave.problem import DTYPE_BYTES, AttentionProblem
@@ -55,10 +55,7 @@ MAX_HEAD_DIM_V = 2048
 @jit
 def _ring(tensor_map, STAGES: gl.constexpr):
     chunks = gl.allocate_shared_memory(tensor_map.dtype, [STAGES] + tensor_map.block_type.shape, tensor_map.layout)
-    ring = roles.Chunks(chunks, barriers(STAGES), barriers(STAGES), STAGES)
-    init_barriers(ring.full, STAGES, 1)
-    init_barriers(ring.empty, STAGES, 1)
-    return ring
+    return roles.Chunks(chunks, barriers(STAGES, 1), barriers(STAGES, 1), STAGES)
 
 
 @jit(do_not_specialize=["window_left", "window_right", "num_heads", "head_dim_v_8"])
@@ -103,22 +100,14 @@ def hopper_large_head_dim_kernel(
     p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     p_tiles = gl.allocate_shared_memory(dtype, [2, 64, roles.KEYS], p_layout)
     factors = gl.allocate_shared_memory(gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    words = gl.allocate_shared_memory(gl.int32, [2 * scheduler.WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Every allocated barrier must be used: see hopper/flash_fwd.
     k_ring = _ring(k_map, K_STAGES)
     v_ring_0 = _ring(v_map, V_STAGES)
     v_ring_1 = _ring(v_map, V_STAGES)
-    box = scheduler.Mailbox(words, barriers(2), barriers(2))
-    q_full = barriers(1)
-    q_empty = barriers(1)
-    p_full = barriers(2)
-    p_empty = barriers(2)
-    init_barriers(box.full, 2, 1)
-    init_barriers(box.empty, 2, 3)
-    init_barriers(q_full, 1, 1)
-    init_barriers(q_empty, 1, 1)
-    init_barriers(p_full, 2, 1)
-    init_barriers(p_empty, 2, 2)
+    box = scheduler.mailbox(3)
+    q_full = barriers(1, 1)
+    q_empty = barriers(1, 1)
+    p_full = barriers(2, 1)
+    p_empty = barriers(2, 2)
     fence_async_shared()
 
     head_dim_v = head_dim_v_8 * 8

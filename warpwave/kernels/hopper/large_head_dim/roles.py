@@ -216,9 +216,7 @@ def producer(
             n_v += count_of(widths.V_CHUNKS, 0)
             messages += 1
         t = scheduler.draw(counter_ptr, schedule.num_tiles)
-    zero = gl.to_tensor(0)
-    none = scheduler.Work(gl.to_tensor(scheduler.NO_MORE), zero, zero, zero, zero, zero, zero)
-    scheduler.post(box, messages, none, rules.IS_VARLEN)
+    scheduler.post_end(box, messages, rules.IS_VARLEN)
 
 
 # Scores ---------------------------------------------------------------------------------------------------------------
