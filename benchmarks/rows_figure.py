@@ -52,6 +52,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "drawn decode, fourth": "a fourth draw, 1 to 16 queries",
         "drawn decode, fifth": "a fifth draw, 1 to 16 queries",
         "drawn decode, sixth": "a sixth draw, 1 to 16 queries",
+        "drawn decode, seventh": "a seventh draw, 1 to 16 queries",
         "named decode": "calls that lost before",
         "decode_paged": "paged",
         "decode_8_bit": "8-bit caches",

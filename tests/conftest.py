@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 # Kernels that nobody is served by unasked, and one in how many of their tests runs without a GPU in `make test`; all of
 # them run in `make test-full`, and on a GPU. An interpreted call takes tiled half a second and naive more than one. No
 # multiples of 3, so that the sample meets all three data sets.
-SAMPLED = {"tiled": 40, "naive": 80, "split_kv": 100, "large_head_dim": 100, "three_kernel": 100}
+SAMPLED = {"tiled": 80, "naive": 160, "split_kv": 100, "large_head_dim": 100, "three_kernel": 100}
 # Without a GPU Hopper's kernels refuse every call of the conformance suite, for one reason.
 SAMPLED_REFUSALS = 10
 # Of flash_fwd every case of these, of the grid every third, runs without a GPU in `make test`, with one of the data

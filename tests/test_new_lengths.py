@@ -220,8 +220,8 @@ def test_a_new_length_takes_few_calls(case: str, card: Card) -> None:
     for length in LENGTHS:
         make(length)()
     compiled = len(card.compiled)
-    # The least of three, of different numbers of pages: finalizers of earlier tests' objects are calls, too, and results at
-    # another address are laid out again.
+    # The least of three, of different numbers of pages: finalizers of earlier tests' objects are calls, too, and
+    # launches whose results have another address are laid out again.
     assert min(calls_of(make(length)) for length in (7777, 7877, 7977)) <= most
     assert len(card.compiled) == compiled, "a length was compiled in"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import compile_all, job
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 
 pytestmark = needs_triton
 
@@ -94,6 +94,7 @@ def check(head_dim: int, feature: str, facts: dict[str, Any]) -> None:
     assert instructions.get("USETMAXREG", 0) > 0, f"{what}: registers are not handed to the consumers"
 
 
+@one_in(2)
 @pytest.mark.parametrize(("head_dim", "feature"), SAMPLE)
 def test_sample(head_dim: int, feature: str) -> None:
     (facts,) = compile_all([hopper_job(head_dim, feature)])
@@ -152,6 +153,7 @@ FULL_OF_8_BIT_PAGES = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "cache", "config"),
     [
@@ -307,6 +309,7 @@ def check_others(what: str, facts: dict[str, Any]) -> None:
         assert loop.count("S") <= LOOP_SPILLS.get(what, 24), f"{what}: spills in a loop: {loop}"
 
 
+@one_in(2)
 @pytest.mark.parametrize(("precision", "head_dim", "feature"), SAMPLE_OF_PARTS)
 def test_float32_by_parts(precision: str, head_dim: int, feature: str) -> None:
     (facts,) = compile_all([hopper_job(head_dim, feature, precision) | {"listing": True}])

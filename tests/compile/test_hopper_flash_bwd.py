@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import compile_all, job
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 
 pytestmark = needs_triton
 
@@ -95,6 +95,7 @@ SAMPLE = (
 BROAD = ("plain", "no groups", "splits", "uneven splits", "deterministic")
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("dims", "features"),
     [

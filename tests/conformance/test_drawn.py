@@ -12,7 +12,7 @@ from tests.conformance.cases import PLAIN, Case
 from tests.conformance.drawn import Drawn
 from tests.conformance.harness import GPU, KERNELS, ON_GPU
 
-CALLS = 64  # of this commit's: some ten seconds on one core
+CALLS = 40  # of this commit's: some ten seconds on one core
 PARTS = 8
 
 

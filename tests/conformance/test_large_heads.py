@@ -19,6 +19,7 @@ from tests.conformance.gates import backward_references, forward_references, jud
 from tests.conformance.harness import DEVICE, GPU, ON_GPU, bits
 from tests.conformance.test_gradients import differentiate, upstream
 from tests.conformance.test_probes import check_count, check_retrieval, check_support
+from tests.marks import one_in
 from warpwave import attention
 from warpwave.kernels import three_kernel
 from warpwave.kernels.large_head_dim import host as large_head_dim
@@ -245,6 +246,7 @@ def ways_and_features() -> list[Any]:
     return points
 
 
+@one_in(3)
 @pytest.mark.parametrize(("products", "features", "dtype"), ways_and_features())
 def test_every_way_in_chunks(products: str, features: str, dtype: str) -> None:
     """Each way of computing the products, in chunks of some rows of one head; what a way cannot, it says."""
@@ -359,6 +361,7 @@ def test_chunks_do_not_change_a_bit(features: str, products: str) -> None:
     assert results[0] == results[1]
 
 
+@one_in(2)
 @pytest.mark.parametrize("products", WAYS)
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float32:ieee", marks=pytest.mark.full)])
 def test_the_workspace_is_what_was_said(products: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

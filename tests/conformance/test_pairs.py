@@ -155,6 +155,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
 }
 
 
+@one_in(3)
 @each_kernel
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32:ieee"])

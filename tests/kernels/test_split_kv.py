@@ -205,6 +205,12 @@ def test_prompts_with_few_tiles(change: dict[str, Any], kernel: str) -> None:
         ({"batch": 200, "seqlen_k": 1000, "page_size": 64}, (64, 4, 4)),
         ({"batch": 48, "head_dim": 64, "head_dim_v": 64}, (64, 2, 3)),  # more tiles than SMs
         ({"batch": 48, "head_dim": 64, "head_dim_v": 64, "page_size": 64}, (64, 2, 3)),
+        ({"batch": 50, "head_dim": 64, "head_dim_v": 64}, (128, 4, 3)),  # by roles, three tiles an SM and more
+        ({"batch": 50, "head_dim": 40, "head_dim_v": 48, "seqlen_k": 129}, (128, 4, 3)),
+        ({"batch": 50, "head_dim": 64, "head_dim_v": 64, "seqlen_k": 128}, (64, 2, 3)),
+        ({"batch": 50, "head_dim": 32, "head_dim_v": 32}, (64, 2, 3)),
+        ({"batch": 50, "head_dim": 64, "head_dim_v": 64, "page_size": 64}, (64, 2, 3)),
+        ({"batch": 50, "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5}, (128, 4, 3)),  # of 32 rows, by maps
         ({"batch": 48, "head_dim": 64, "head_dim_v": 64, "seqlen_q": 5}, (128, 4, 3)),  # of 32 rows
         ({"batch": 10, "head_dim": 64, "head_dim_v": 64}, (128, 4, 3)),
         ({"batch": 16, "head_dim": 256, "head_dim_v": 256}, (64, 4, 3)),
@@ -236,6 +242,16 @@ def test_tensor_maps_by_default(change: dict[str, Any], tiling: tuple[int, int, 
 )  # fmt: skip
 def test_pointers_where_maps_cannot_serve_or_were_not_ahead(change: dict[str, Any]) -> None:
     assert not split_kv.configs(replace(DECODE, **change), H200)[0].by_map
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen_k", "number"),
+    [(29, 2000, 2), (30, 2000, 1), (30, 8192, 1), (48, 2000, 1), (50, 2000, 1), (200, 777, 1)],
+)
+def test_tiles_of_narrow_heads_that_fill_the_sms_are_not_split(batch: int, seqlen_k: int, number: int) -> None:
+    problem = replace(DECODE, batch=batch, seqlen_k=seqlen_k, head_dim=64, head_dim_v=64)
+    config = split_kv.configs(problem, H200)[0]
+    assert config.num_splits == number and config.roles is (batch >= 50)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_blocks_of_192_queries_where_they_go_round(change: dict[str, Any], expec
         ((64, 64), {"seqlen_q": 128, "seqlen_k": 1000, "batch": 4}, flash_fwd.Config(64, 128, 2, 2)),
         ((64, 64), {"seqlen_q": 512, "seqlen_k": 2048, "batch": 16, "causal": Causal()}, flash_fwd.Config(192, 128, 3)),
         ((64, 64), {"seqlen_q": 1024, "seqlen_k": 2048, "causal": Causal()}, flash_fwd.Config(64, 64, 3, 3)),
-        ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8192, "causal": Causal()}, flash_fwd.Config(128, 128, 2)),
+        ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8192, "causal": Causal()}, flash_fwd.Config(128, 128, 3)),
         ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8191, "causal": Causal()}, flash_fwd.Config(192, 64, 4)),
         ((128, 128), {"seqlen_q": 1024, "seqlen_k": 8192, "window_size": (4096, 0)}, flash_fwd.Config(192, 64, 4)),
         ((128, 128), {"seqlen_q": 4096, "seqlen_k": 16384, "causal": Causal()}, flash_fwd.Config(192, 64, 4)),
@@ -253,18 +253,18 @@ def test_full_calls_of_few_keys_take_small_tiles_unless_rows_begin_between_secto
     ("change", "tile", "splits"),
     [
         # Tiles of 128 rows: 16, 64, 80 and 92 for 132 SMs.
-        ({"num_heads_q": 4, "num_heads_kv": 1}, (128, 128, 2, 1), 8),
-        ({"num_heads_q": 8, "num_heads_kv": 1, "seqlen_q": 1024}, (128, 128, 2, 1), 2),
-        ({"num_heads_q": 5, "num_heads_kv": 1, "seqlen_q": 2048, "causal": Causal()}, (128, 128, 2, 1), 3),
-        ({"batch": 23, "num_heads_q": 4, "num_heads_kv": 4, "seqlen_q": 88}, (128, 128, 2, 1), 4),
+        ({"num_heads_q": 4, "num_heads_kv": 1}, (128, 128, 3, 1), 8),
+        ({"num_heads_q": 8, "num_heads_kv": 1, "seqlen_q": 1024}, (128, 128, 3, 1), 2),
+        ({"num_heads_q": 5, "num_heads_kv": 1, "seqlen_q": 2048, "causal": Causal()}, (128, 128, 3, 1), 3),
+        ({"batch": 23, "num_heads_q": 4, "num_heads_kv": 4, "seqlen_q": 88}, (128, 128, 3, 1), 4),
         # Tiles of 64 rows, which hold all rows of a sequence.
         ({"batch": 4, "num_heads_q": 32, "num_heads_kv": 4, "seqlen_q": 8, "causal": Causal()}, (64, 128, 2, 1), 8),
         ({"head_dim": 256, "head_dim_v": 256, "seqlen_q": 512, "num_heads_q": 8}, (128, 64, 2, 1), 4),
         ({"head_dim": 64, "head_dim_v": 64, "num_heads_q": 4, "seqlen_q": 512}, (128, 128, 3, 1), 8),
         ({"head_dim": 160, "head_dim_v": 160, "seqlen_q": 512, "num_heads_q": 8}, (128, 128, 2, 1), 4),
-        ({"packed": True, "total_q": 512, "total_k": 16384, "num_heads_q": 4}, (128, 128, 2, 1), 6),  # 5 tiles a head
-        ({"page_size": 16, "num_heads_q": 4, "seqlen_q": 512}, (128, 128, 2, 1), 8),
-        ({"seqlen_k": 2560, "num_heads_q": 4}, (128, 128, 2, 1), 5),  # 512 keys a split
+        ({"packed": True, "total_q": 512, "total_k": 16384, "num_heads_q": 4}, (128, 128, 3, 1), 6),  # 5 tiles a head
+        ({"page_size": 16, "num_heads_q": 4, "seqlen_q": 512}, (128, 128, 3, 1), 8),
+        ({"seqlen_k": 2560, "num_heads_q": 4}, (128, 128, 3, 1), 5),  # 512 keys a split
         # Blocks for all SMs, few keys, and calls whose keys are not split.
         ({"num_heads_q": 32, "seqlen_q": 512}, None, 1),
         ({"num_heads_q": 32, "seqlen_q": 640}, None, 1),

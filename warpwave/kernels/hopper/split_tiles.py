@@ -82,7 +82,7 @@ def _tiles(problem: AttentionProblem) -> tuple[Tile, Tile] | None:
     if widest > 128:
         return Tile(64, 64, 2, 1), Tile(128, 128, 2, 1)
     if widest > 64:
-        return Tile(64, 128, 2, 1), Tile(128, 128, 2, 1)
+        return Tile(64, 128, 2, 1), Tile(128, 128, 3, 1)
     return Tile(64, 128, 2, 2), Tile(128, 128, 3, 1)
 
 

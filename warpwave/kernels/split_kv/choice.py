@@ -337,7 +337,8 @@ MAPS: tuple[Rule[Change], ...] = (
         (lambda _, c: _with_roles(*c.roles),),
         "pages of 16: 4 x 4,096 keys 20.7 us, and 21.8 by pointers, 20 x 1,024 22.3 and 30.1; contiguous keys: 32 x "
         "3,000 89.6 and 91.4; 17 to 32 rows 0.96 to 1.47 times as fast, 1.07 in the mean of 29 calls "
-        "(2026-11-30-h200-decode-32-rows.json); others 2026-11-30-h200-tiles-of-few-rows.json",
+        "(2026-11-30-h200-decode-32-rows.json); others 2026-11-30-h200-tiles-of-few-rows.json and "
+        "2026-12-01-h200-narrow-decode.json",
         ROLES,
     ),
     Rule("keys that maps cannot load", lambda c: not c.kind.may_map, (_kept,), "not measured"),
@@ -355,7 +356,8 @@ MAPS: tuple[Rule[Change], ...] = (
         LOG,
     ),
     Rule(
-        "Hopper, 16 bits, more tiles of up to 16 rows than SMs, head_dim up to 64: tensor maps and blocks of two warps",
+        "Hopper, 16 bits, other calls of more tiles of up to 16 rows than SMs, head_dim up to 64: tensor maps and "
+        "blocks of two warps",
         lambda c: c.kind.block_m == 16 and c.kind.wide <= 128 and not c.kind.is_invariant and c.tiles > c.sms,
         (_by_few_warps,),
         "0.97 to 1.11 times as fast as blocks of four warps in 15 calls, 1.03 in the mean",

@@ -114,8 +114,9 @@ def plans(problem: AttentionProblem, operands: Any, config: Config) -> tuple[Map
 
 # In tiles of rows per multiprocessor, on an H200 (2026-11-22-h200-split-kv-roles.log): a tile is one block from
 # ALONE on, unless it would end late; from pages already from SHORT_ALONE on if there are 129 to 960 keys
-# (2026-11-30-h200-tiles-of-few-rows.json). Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN.
-ALONE, SHORT_ALONE, UNEVEN, FULL = 0.7, 0.45, 1.5, 2.0
+# (2026-11-30-h200-tiles-of-few-rows.json). Two blocks end in one wave up to FULL; smaller blocks do up to UNEVEN. Of
+# narrow heads, tiles are again one block each from CROWD on.
+ALONE, SHORT_ALONE, UNEVEN, FULL, CROWD = 0.7, 0.45, 1.5, 2.0, 3.0
 LONG = 1024  # keys, in whole tiles
 KEYS_PER_SM = 1024  # fewest, of at most 16 rows, if there are fewer tiles than SHORT_ALONE
 # With somewhat more blocks than multiprocessors, some run two and end late. Long tiles are therefore split, and their
@@ -176,6 +177,10 @@ def tiling(
     eight, two of them with twice the stages, 1.08 in the mean; with more 0.78 to 1.21
     (2026-12-01-h200-split-tiles.json).
 
+    Contiguous keys, head_dim 33 to 64, at most 16 rows, more than CROWD tiles per multiprocessor, 128 keys per step:
+    0.99 to 1.29 times as fast as blocks of two warps in 15 calls at head_dim 64, 1.13 in the mean
+    (2026-12-01-h200-narrow-decode.json).
+
     Contiguous keys and pages of 64 or 128, head_dim above 64, at most 16 rows, fewer tiles and 1,024 keys for each
     multiprocessor: 0.99 to 1.11 times as fast in 21 calls, 1.03 in the mean; in the seven timed after the rule was
     written, 1.01 to 1.10. With fewer keys 0.72 to 1.09 in 15 calls.
@@ -183,15 +188,16 @@ def tiling(
     sms, wide = gpu.assumed_sms, padded(problem.head_dim) + padded(problem.head_dim_v)
     small, is_narrow = 16 <= problem.page_size < KEYS, wide <= 128
     is_short = not is_narrow and keys_seen < LONG
+    is_crowded = 64 < wide <= 128 and rows == ROWS[0] and not problem.page_size and tiles > CROWD * sms
     if is_narrow:
-        fits_once = tiles <= sms and keys_seen > 2 * KEYS
-        whole = tiles >= ALONE * sms and (16 <= problem.page_size < 2 * KEYS or fits_once)
+        fits = (tiles <= sms or is_crowded) and keys_seen > 2 * KEYS
+        whole = tiles >= ALONE * sms and (16 <= problem.page_size < 2 * KEYS or fits)
     else:
         late = rows > 16 and LATE * sms < tiles <= UNEVEN * sms
         alone = SHORT_ALONE if is_short and problem.page_size else ALONE
         whole = tiles >= alone * sms and keys_seen > 2 * KEYS and not late
     is_long = rows == ROWS[0] and not is_narrow and tiles < SHORT_ALONE * sms and tiles * keys_seen >= KEYS_PER_SM * sms
-    many = tiles > FULL * sms and (is_narrow or not (small or is_short))
+    many = tiles > FULL * sms and not is_crowded and (is_narrow or not (small or is_short))
     if wide > 256 or many or not (small or whole or is_long) or cannot(problem, gpu, rows):
         return None
     three = rows == 16 and (tiles < ALONE * sms or sms < tiles <= UNEVEN * sms)

@@ -40,6 +40,9 @@ MAPPED_STEP_BYTES = 64 * 1024  # bytes per SM that take as long as a step of sat
 # many splits, second if there are more tiles, with two warps each: 192 blocks were faster than 240 and 288 for 48 and
 # 96 tiles.
 MAPPED_ENOUGH, MAPPED_ENOUGH_SMALL = 0.9, 0.75
+# Tiles of rows per SM from which blocks of two warps need no splits: with two they take 1.02 to 1.08 times as long in
+# eight calls of up to 3 tiles per SM at head_dim 64 (2026-12-01-h200-narrow-decode.json).
+WHOLE_OF_TWO_WARPS = 1.8
 MAPPED_START_STEPS = 1.2
 MAPPED_HIDDEN_START_STEPS = 0.1
 
@@ -180,6 +183,8 @@ def _number(problem: AttentionProblem, gpu: Gpu, config: Config) -> int:
     sms, blocks, longest = _sizes(problem, gpu, config)
     if config.roles:
         return few_rows.num_splits(problem, blocks, longest, config.block_n, sms)
+    if config.by_map and config.num_warps == 2 and not config.pieces and blocks >= WHOLE_OF_TWO_WARPS * sms:
+        return 1
     return _soonest(config.pieces, blocks, longest, sms, pace(problem, gpu, config, blocks <= FEW * sms))
 
 
