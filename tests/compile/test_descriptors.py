@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import FEATURES, compile_all, job
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.workbench.inspect.compiled import mixed_descriptors, unwritten_registers
 
 pytestmark = needs_triton
@@ -75,11 +75,13 @@ SAMPLE = [
 WIDTHS = (1, 16, 17, 24, 32, 33, 40, 64, 65, 129, 256)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "dims"), SAMPLE, ids=str)
 def test_one_layout_for_each_address(name: str, dims: tuple[int, int]) -> None:
     check([one_job(name, dims)])
 
 
+@one_in(3)
 @pytest.mark.parametrize(("dtype", "dtype_v"), [("int8", "int8"), ("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16")])
 @pytest.mark.parametrize("dims", [(129, 17), (65, 17), (100, 9)], ids=str)
 def test_narrow_values_beside_keys_of_8_bits(dims: tuple[int, int], dtype: str, dtype_v: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.compile import test_targets
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import FLASH_FEATURES, TARGETS, WITH_MMA, compile_all, matrix_instructions
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 
 pytestmark = needs_triton
 
@@ -36,6 +36,7 @@ def check(job: dict[str, Any], facts: dict[str, Any]) -> None:
                 assert launch["spill_bytes"] <= most, f"{what}, {launch['spill_bytes']} bytes spilled"
 
 
+@one_in(3)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_loops_on_hopper_have_no_mask_in_whole_tiles_and_spill_nothing(head_dim: int) -> None:
     (facts,) = compile_all([job("sm_90", "bfloat16", head_dim, "causal") | {"listing": True}])
@@ -49,6 +50,7 @@ def test_loops_on_hopper_have_no_mask_in_whole_tiles_and_spill_nothing(head_dim:
         assert sorted("s" in loop for loop in loops) == [False, True], what
 
 
+@one_in(2)
 @pytest.mark.parametrize("arch", [pytest.param(a, marks=[] if a in SAMPLE else [pytest.mark.full]) for a in TARGETS])
 def test_sample_compiles_within_limits(arch: str) -> None:
     jobs = [job(arch, "bfloat16", 128, "bias"), job(arch, "bfloat16", 96, "causal")]

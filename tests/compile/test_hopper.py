@@ -94,7 +94,7 @@ def check(head_dim: int, feature: str, facts: dict[str, Any]) -> None:
     assert instructions.get("USETMAXREG", 0) > 0, f"{what}: registers are not handed to the consumers"
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(("head_dim", "feature"), SAMPLE)
 def test_sample(head_dim: int, feature: str) -> None:
     (facts,) = compile_all([hopper_job(head_dim, feature)])
@@ -309,7 +309,7 @@ def check_others(what: str, facts: dict[str, Any]) -> None:
         assert loop.count("S") <= LOOP_SPILLS.get(what, 24), f"{what}: spills in a loop: {loop}"
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(("precision", "head_dim", "feature"), SAMPLE_OF_PARTS)
 def test_float32_by_parts(precision: str, head_dim: int, feature: str) -> None:
     (facts,) = compile_all([hopper_job(head_dim, feature, precision) | {"listing": True}])
@@ -345,6 +345,7 @@ def test_matrix_of_parts_and_wide_rows(feature: str) -> None:
         check_others(f"{what} {feature}", facts)
 
 
+@one_in(3)
 @pytest.mark.parametrize(("head_dim", "feature"), [(128, "mask"), (128, "bias"), (64, "window")])
 def test_hidden_scores_do_not_keep_products_apart(head_dim: int, feature: str) -> None:
     """A loop that issues the scores' products and those with V of the tile before, then waits; and does not spill."""

@@ -9,7 +9,7 @@ import pytest
 from tests.compile import test_targets
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import compile_all
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 
 pytestmark = needs_triton
 
@@ -53,6 +53,7 @@ def check(facts: dict[str, Any], feature: str) -> None:
         assert "W" not in loop[: loop.rindex("H")], f"{what}: a product of values waits for the one before: {loop}"
 
 
+@one_in(3)
 @pytest.mark.parametrize(("width", "feature", "config"), SAMPLE, ids=str)
 def test_sample(width: str, feature: str, config: dict[str, Any]) -> None:
     (facts,) = compile_all([job(width, feature, config)])

@@ -12,7 +12,7 @@ import pytest
 from tests.compile import test_targets
 from tests.compile.test_hopper import loops_over_keys
 from tests.compile.test_targets import TARGETS, compile_all, matrix_instructions
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 
 pytestmark = needs_triton
 
@@ -84,6 +84,7 @@ def compile_and_check(points: list[tuple[str, str, int, str]], archs: tuple[str,
         check(*point, arch, facts)
 
 
+@one_in(3)
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90", "gfx942"])
 def test_sample_compiles_within_limits(arch: str) -> None:
     """On Hopper all points, elsewhere one of each kernel: in the other architecture, and in less shared memory."""
@@ -110,6 +111,7 @@ def test_hopper_uses_its_own_matrix_instruction(kernel: str, head_dim: int) -> N
 HOPPER = {"scores": "hopper", "values": "hopper", "block_m": 128, "block_n": 256}
 
 
+@one_in(2)
 @pytest.mark.parametrize("feature", ["plain", "causal"])
 def test_hoppers_own_launches(feature: str) -> None:
     """Operands by TMA, no spills, steps multiplied while the one before is handed back, tiles leaving as matrices."""

@@ -10,6 +10,7 @@ import torch
 
 from tests.compile.test_targets import FEATURES, TARGETS, WITH_MMA, compile_all, family
 from tests.compile.test_targets import job as job_of
+from tests.marks import one_in
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.quantize_tensor import Source, smem_bytes, specify
@@ -77,6 +78,7 @@ def check(a_job: dict[str, Any], facts: dict[str, Any], feature: str) -> None:
     assert not any(facts.get("mixed_descriptors", ())), what
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "arch", [pytest.param(a, marks=[] if a in ("sm_80", "sm_90", "gfx942") else [pytest.mark.full]) for a in TARGETS]
 )

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.compiled_resources import blocks, calls, with_products
 from tests.compile.test_targets import TARGETS, compile_all, job
 from tests.compile.worker import problem_of
+from tests.marks import one_in
 from warpwave import dispatch
 from warpwave.gpu import Gpu
 from warpwave.workbench.hardware.catalog import catalog, gpu_of, of_arch
@@ -21,6 +22,7 @@ from warpwave.workbench.model.predict import predict
 SHARED_MEMORY, REGISTERS = "shared memory", "registers"
 
 
+@one_in(3)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_table_is_what_the_target_compiles_to(arch: str) -> None:
     """The call is one of those of test_targets, so that it is compiled once."""

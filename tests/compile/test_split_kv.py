@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compile.test_targets import TARGETS, compile_all, family, matrix_instructions
+from tests.marks import one_in
 from warpwave.gpu import ARCHS, Gpu
 from warpwave.kernels import reasons
 from warpwave.kernels.split_kv.config import Config, one_step, smem_bytes, smem_of_one_step
@@ -175,6 +176,7 @@ def test_tensor_maps_bring_keys() -> None:
         assert "UTMALDG" not in facts["instructions"], name
 
 
+@one_in(3)
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90", "gfx942"])
 def test_queries_that_come_beside_keys_fit_shared_memory(arch: str) -> None:
     """Where each split has one tile of keys, Q has as many buffers as the keys, if these fit."""
@@ -209,6 +211,7 @@ def compile_features(arch: str, names: tuple[str, ...]) -> None:
         assert facts["registers"] <= ARCHS[arch][2], what
 
 
+@one_in(2)
 @pytest.mark.parametrize(("arch", "names"), [("sm_90", SAMPLED_FEATURES), ("gfx942", EVERYTHING)])
 def test_sampled_features_compile(arch: str, names: tuple[str, ...]) -> None:
     compile_features(arch, names)

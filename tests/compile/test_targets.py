@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.marks import needs_triton
+from tests.marks import needs_triton, one_in
 from warpwave.gpu import ARCHS
 
 pytestmark = needs_triton
@@ -157,6 +157,7 @@ FULL = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_sample_compiles_within_limits(arch: str) -> None:
     points = SAMPLE if arch in WHOLE_SAMPLE else [SAMPLE[0], SAMPLE[1 + TARGETS.index(arch) % 2]]
@@ -282,6 +283,7 @@ FLOAT32_FACTS: dict[tuple[str, str, int], tuple[int, int]] = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "arch",
     [
